@@ -1,0 +1,198 @@
+"""Settings: extra config (JSON or @file) > SGLANG_HICACHE_TUTTI_* > defaults. The only reader of the environment."""
+
+import difflib
+import os
+import socket
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tutti_sglang.errors import ConfigError
+from tutti_sglang.geometry import ALIGNMENT, Stripe
+from tutti_sglang.units import format_size, parse_size
+
+ENV_PREFIX = "SGLANG_HICACHE_TUTTI_"
+
+SGLANG_KEYS = frozenset(
+    # HCC.parse_storage_backend_extra_config and HiCacheController._generate_storage_config pop most of these; the decode-offload
+    # manager and the `dynamic` route leave them in.
+    "prefetch_threshold prefetch_timeout_base prefetch_timeout_per_ki_token hicache_storage_pass_prefix_keys file_storage_path tp_lcm_size "
+    "interface_v1 backend_name module_path class_name allocator".split()
+)
+_SIZES = frozenset(
+    "max_size min_free_space segment_size max_io staging_size daily_write_budget".split()
+)
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The effective settings of one store in one process. Sizes in bytes, times in seconds."""
+
+    storage_dirs: tuple[str, ...]
+    path: Literal["host", "direct"] = "host"
+    index_dir: str = ""
+    max_size: int = 0
+    min_free_space: int = 4 << 30
+    segment_size: int = 256 << 20
+    stripe: Stripe = Stripe.TENSOR
+    engine: Literal["auto", "uring", "threads"] = "auto"
+    queue_depth: int = 32
+    max_io: int = 1 << 20
+    direct_io: Literal["auto", "required", "off"] = "auto"
+    fsync: Literal["none", "batch", "each"] = "none"
+    checksum: Literal["on", "off"] = "on"
+    staging_size: int = 512 << 20
+    write_admission: Literal["all", "second"] = "all"
+    daily_write_budget: int = 0
+    eviction: Literal["clock"] = "clock"
+    low_watermark: float = 0.90
+    high_watermark: float = 0.95
+    grace_seconds: float = 60.0
+    model_id: str = ""
+    trust_weight_version: bool = False
+
+    def __post_init__(self) -> None:
+        _check_directories(self.storage_dirs, self.index_dir)
+        if not 0 < self.low_watermark <= self.high_watermark <= 1:
+            raise ConfigError("Need 0 < low_watermark <= high_watermark <= 1")
+        if self.segment_size < 1 << 20 or self.segment_size % ALIGNMENT:
+            raise ConfigError(
+                f"segment_size = {format_size(self.segment_size)} is too small or odd",
+                "Give a multiple of 4KiB of at least 1MiB, as in 256MiB",
+            )
+        if 0 < self.max_size < self.segment_size:
+            raise ConfigError(
+                f"max_size = {format_size(self.max_size)} holds not even one segment of {format_size(self.segment_size)}",
+                "Raise max_size or lower segment_size",
+            )
+        if self.max_io < ALIGNMENT or self.max_io % ALIGNMENT:
+            raise ConfigError(f"max_io = {self.max_io} is not a multiple of 4KiB")
+        if self.queue_depth < 1 or self.grace_seconds <= 0 or self.staging_size < 1 << 20:
+            raise ConfigError("queue_depth and grace_seconds must be positive, staging_size at least 1MiB")
+
+    @property
+    def index_path(self) -> Path:
+        """Where the index lives: `index_dir`, by default the first drive."""
+        return Path(self.index_dir or self.storage_dirs[0])
+
+
+class LoadedConfig(msgspec.Struct, frozen=True):
+    """Settings and, for each, where its value comes from: `extra config`, an environment variable or `default`."""
+
+    config: Config
+    origin: dict[str, str]
+
+    def describe(self) -> str:
+        """One line for the log: what was set, by whom; defaults are left out."""
+        parts = []
+        for name, origin in self.origin.items():
+            if origin != "default":
+                value = getattr(self.config, name)
+                shown = format_size(value) if name in _SIZES else value
+                parts.append(f"{name}={shown} ({origin})")
+        return ", ".join(parts)
+
+
+def read_extra_config(text: str | None) -> dict[str, Any]:
+    """The dictionary behind SGLang's `--hicache-storage-backend-extra-config`: JSON, or `@file` (.json, .toml, .yaml, .yml)."""
+    if not text:
+        return {}
+    try:
+        value = _read_file(Path(text[1:])) if text.startswith("@") else msgspec.json.decode(text)
+    except (OSError, msgspec.DecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"The extra config {text!r} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"The extra config must be an object, not {type(value).__name__}")
+    return value
+
+
+def load_config(
+    extra: Mapping[str, Any], environ: Mapping[str, str] | None = None, *, rank: int = 0
+) -> LoadedConfig:
+    """Merge, check and freeze. `rank` fills `{rank}` in directories. Raises ConfigError."""
+    environ = os.environ if environ is None else environ
+    fields = Config.__struct_fields__
+    given = {key: value for key, value in extra.items() if key not in SGLANG_KEYS}
+    for key in given:
+        _check_known(key, fields)
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name in environ:
+        if name.startswith(ENV_PREFIX):
+            _check_known(name.removeprefix(ENV_PREFIX).lower(), fields, shown=name)
+    for name in fields:
+        variable = ENV_PREFIX + name.upper()
+        if name in given:
+            values[name], origin[name] = given[name], "extra config"
+            if variable in environ:
+                origin[name] += f", overrides {variable}"
+        elif variable in environ:
+            values[name], origin[name] = environ[variable], variable
+        else:
+            origin[name] = "default"
+    return LoadedConfig(_convert(values, rank), origin)
+
+
+def _read_file(path: Path) -> Any:
+    data = path.read_bytes()
+    match path.suffix.lower():
+        case ".toml":
+            return tomllib.loads(data.decode())
+        case ".yaml" | ".yml":
+            return msgspec.yaml.decode(data)
+        case _:
+            return msgspec.json.decode(data)
+
+
+def _check_known(key: str, fields: tuple[str, ...], shown: str = "") -> None:
+    if key not in fields:
+        near = difflib.get_close_matches(key, fields, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Known settings: {', '.join(fields)}"
+        raise ConfigError(f"Unknown setting {shown or key!r}", hint)
+
+
+def _convert(values: dict[str, Any], rank: int) -> Config:
+    values = dict(values)
+    for name in _SIZES & values.keys():
+        try:
+            values[name] = parse_size(values[name])
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    directories = values.get("storage_dirs")
+    if not directories:
+        raise ConfigError(
+            "storage_dirs is not set: the tier does not know where to keep the KV cache",
+            "Name a directory on each NVMe drive, as in "
+            '--hicache-storage-backend-extra-config \'{"storage_dirs": ["/mnt/nvme0/tutti"]}\'',
+        )
+    if isinstance(directories, str):
+        directories = directories.split(",")
+    values["storage_dirs"] = tuple(_expand(each, rank) for each in directories)
+    if values.get("index_dir"):
+        values["index_dir"] = _expand(values["index_dir"], rank)
+    try:
+        return msgspec.convert(values, Config, strict=False)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise ConfigError(f"Bad setting: {error}") from error
+
+
+def _expand(directory: Any, rank: int) -> str:
+    if not isinstance(directory, str) or "://" in directory:
+        raise ConfigError(f"{directory!r} is not a directory", "Write a plain absolute path")
+    try:
+        filled = directory.format(rank=rank, hostname=socket.gethostname())
+    except (KeyError, IndexError, ValueError):
+        raise ConfigError(f"{directory!r} has an unknown placeholder", "Known: {rank}, {hostname}") from None
+    return os.path.normpath(os.path.expandvars(os.path.expanduser(filled.strip()))) if filled.strip() else ""
+
+
+def _check_directories(storage_dirs: tuple[str, ...], index_dir: str) -> None:
+    for directory in (*storage_dirs, *filter(None, [index_dir])):
+        if not os.path.isabs(directory):
+            raise ConfigError(f"{directory!r} is not an absolute path", "Write it from the root, as in /mnt/nvme0/tutti")
+    if len(set(storage_dirs)) != len(storage_dirs):
+        raise ConfigError("storage_dirs names one directory twice", "Give each drive its own directory")

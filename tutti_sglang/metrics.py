@@ -1,0 +1,57 @@
+"""Every `tutti_*` metric, in one place: names, labels and meaning."""
+
+from functools import cache
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tutti_hit_objects": ("Objects that a lookup found", ("tier",)),
+    "tutti_missed_objects": ("Objects that were asked for and not delivered", ("reason",)),
+    "tutti_put_objects": ("Objects offered to the store", ("outcome",)),
+    "tutti_evicted_objects": ("Objects removed to make room", ()),
+    "tutti_bytes": ("Payload bytes moved", ("op",)),
+    "tutti_io_errors": ("I/O that a drive refused or did not answer in time", ("drive", "op", "kind")),
+    "tutti_call_errors": ("Exceptions that were kept from SGLang", ("call",)),
+    "tutti_index_errors": ("Index statements that failed", ("op",)),
+}
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tutti_capacity_bytes": ("Bytes the store may use on a drive", ("drive",)),
+    "tutti_segment_bytes": ("Bytes of preallocated segments on a drive", ("drive",)),
+    "tutti_staging_bytes": ("Staging memory in use, its high-water mark and its size", ("kind",)),
+    "tutti_quarantined_bytes": ("Staging memory whose I/O has not come back", ()),
+    "tutti_drive_in_service": ("1 when the drive serves, 0 when it was put out of service", ("drive",)),
+}
+
+
+class Metrics:
+    """Counters and gauges of this process. `registry=None` takes prometheus-client's default, which SGLang's /metrics exports."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        extra = {} if registry is None else {"registry": registry}
+        self._counters = {n: Counter(n, text, labels, **extra) for n, (text, labels) in _COUNTERS.items()}
+        self._gauges = {
+            n: Gauge(n, text, labels, multiprocess_mode="livesum", **extra) for n, (text, labels) in _GAUGES.items()
+        }
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Count. `amount` ≥ 0; nothing is recorded for 0."""
+        if amount > 0:
+            counter = self._counters[name]
+            (counter.labels(**labels) if labels else counter).inc(amount)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        gauge = self._gauges[name]
+        (gauge.labels(**labels) if labels else gauge).set(value)
+
+    def value(self, name: str, **labels: str) -> float:
+        """The present value of a counter or gauge of this process, summed over the labels not given."""
+        metric = self._counters.get(name) or self._gauges[name]
+        samples = [s for family in metric.collect() for s in family.samples if not s.name.endswith("_created")]
+        return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+
+@cache
+def process_metrics() -> Metrics:
+    """The one instance whose values SGLang's /metrics shows; made at first use, after SGLang chose prometheus' multiprocess directory."""
+    return Metrics()
