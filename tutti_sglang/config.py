@@ -16,15 +16,24 @@ from tutti_sglang.units import format_size, parse_size
 
 ENV_PREFIX = "SGLANG_HICACHE_TUTTI_"
 
+# HCC.parse_storage_backend_extra_config and HiCacheController._generate_storage_config pop most of these; the
+# decode-offload manager and the `dynamic` route leave them in.
 SGLANG_KEYS = frozenset(
-    # HCC.parse_storage_backend_extra_config and HiCacheController._generate_storage_config pop most of these; the decode-offload
-    # manager and the `dynamic` route leave them in.
-    "prefetch_threshold prefetch_timeout_base prefetch_timeout_per_ki_token hicache_storage_pass_prefix_keys file_storage_path tp_lcm_size "
-    "interface_v1 backend_name module_path class_name allocator".split()
+    {
+        "allocator",
+        "backend_name",
+        "class_name",
+        "file_storage_path",
+        "hicache_storage_pass_prefix_keys",
+        "interface_v1",
+        "module_path",
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "tp_lcm_size",
+    }
 )
-_SIZES = frozenset(
-    "max_size min_free_space segment_size max_io staging_size daily_write_budget".split()
-)
+_SIZES = frozenset(["max_size", "min_free_space", "segment_size", "max_io", "staging_size", "daily_write_budget"])
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,7 +73,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
         if 0 < self.max_size < self.segment_size:
             raise ConfigError(
-                f"max_size = {format_size(self.max_size)} holds not even one segment of {format_size(self.segment_size)}",
+                f"max_size = {format_size(self.max_size)} holds no segment of {format_size(self.segment_size)}",
                 "Raise max_size or lower segment_size",
             )
         if self.max_io < ALIGNMENT or self.max_io % ALIGNMENT:
@@ -96,7 +105,7 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 
 
 def read_extra_config(text: str | None) -> dict[str, Any]:
-    """The dictionary behind SGLang's `--hicache-storage-backend-extra-config`: JSON, or `@file` (.json, .toml, .yaml, .yml)."""
+    """The object behind SGLang's `--hicache-storage-backend-extra-config`: JSON, or `@file` (.json, .toml, .yaml)."""
     if not text:
         return {}
     try:
@@ -108,9 +117,7 @@ def read_extra_config(text: str | None) -> dict[str, Any]:
     return value
 
 
-def load_config(
-    extra: Mapping[str, Any], environ: Mapping[str, str] | None = None, *, rank: int = 0
-) -> LoadedConfig:
+def load_config(extra: Mapping[str, Any], environ: Mapping[str, str] | None = None, *, rank: int = 0) -> LoadedConfig:
     """Merge, check and freeze. `rank` fills `{rank}` in directories. Raises ConfigError."""
     environ = os.environ if environ is None else environ
     fields = Config.__struct_fields__
@@ -169,6 +176,8 @@ def _convert(values: dict[str, Any], rank: int) -> Config:
         )
     if isinstance(directories, str):
         directories = directories.split(",")
+    if not isinstance(directories, list | tuple):
+        raise ConfigError(f"storage_dirs = {directories!r} is not a list of directories")
     values["storage_dirs"] = tuple(_expand(each, rank) for each in directories)
     if values.get("index_dir"):
         values["index_dir"] = _expand(values["index_dir"], rank)
@@ -193,6 +202,8 @@ def _expand(directory: Any, rank: int) -> str:
 def _check_directories(storage_dirs: tuple[str, ...], index_dir: str) -> None:
     for directory in (*storage_dirs, *filter(None, [index_dir])):
         if not os.path.isabs(directory):
-            raise ConfigError(f"{directory!r} is not an absolute path", "Write it from the root, as in /mnt/nvme0/tutti")
+            raise ConfigError(
+                f"{directory!r} is not an absolute path", "Write it from the root, as in /mnt/nvme0/tutti"
+            )
     if len(set(storage_dirs)) != len(storage_dirs):
         raise ConfigError("storage_dirs names one directory twice", "Give each drive its own directory")

@@ -9,7 +9,8 @@
     ├── UnsupportedError              SGLang was asked for something that this tier cannot serve
     └── HookError                     a hook into SGLang did not take
 
-A message says what is wrong, the likely cause and the next command. I/O errors of single objects are not exceptions: they are misses.
+A message says what is wrong, the likely cause and the next command. I/O errors of single objects are not exceptions:
+they are misses.
 """
 
 

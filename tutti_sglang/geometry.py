@@ -1,8 +1,11 @@
 """Tensor-Stripe: where tensor `t` of slot `s` of a segment lies. Pure arithmetic on integers and numpy arrays.
 
-A segment is cut into groups of G slots; equal tensors of a group lie side by side, so that one tensor of a run of pages is one I/O.
-With C positions in the segment's cycle, tensor `t` of group `g` lies at position `(g + t) mod C`, whole (paper §4.1, Tensor-Stripe). Over
-C consecutive groups each position therefore holds every tensor exactly once: a period, of the same size everywhere, which makes
+A segment is cut into groups of G slots; equal tensors of a group lie side by side, so that one tensor of a run of
+pages is one I/O.
+With C positions in the segment's cycle, tensor `t` of group `g` lies at position `(g + t) mod C`, whole (paper §4.1,
+Tensor-Stripe). Over
+C consecutive groups each position therefore holds every tensor exactly once: a period, of the same size everywhere,
+which makes
 offsets dense by one table of C × T entries.
 """
 
@@ -23,7 +26,8 @@ GROUP_TARGET = 256 << 10
 
 
 class Stripe(enum.StrEnum):
-    """What is kept whole on one drive: a tensor (bandwidth of all drives for each page) or an object (a lost drive costs only its share)."""
+    """What is kept whole on one drive: a tensor (bandwidth of all drives for each page) or an object (a lost drive
+    costs only its share)."""
 
     TENSOR = "tensor"
     OBJECT = "object"
@@ -91,8 +95,8 @@ class Geometry:
         """Groups that fit in the segment: whole periods, then as many groups as still fit at every position."""
         periods, room = divmod(self.position_size, self.period_size)
         held = np.where(self._holds, self.group * self.strides, 0).sum(axis=2)
-        fits = (np.cumsum(held, axis=1) <= room).all(axis=0)
-        return periods * len(self.cycle) + int(fits.argmin() if not fits.all() else len(fits))
+        fitting = np.logical_and.reduce(np.cumsum(held, axis=1) <= room, axis=0)
+        return periods * len(self.cycle) + int(np.count_nonzero(fitting))
 
     @cached_property
     def slots(self) -> int:

@@ -1,4 +1,5 @@
-"""Where the tensors of a page lie in a buffer: base addresses and page strides. Pure arithmetic on integers and numpy arrays."""
+"""Where the tensors of a page lie in a buffer: base addresses and page strides. Pure arithmetic on integers and numpy
+arrays."""
 
 import enum
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_hit_objects": ("Objects that a lookup found", ("tier",)),
@@ -24,13 +24,14 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Metrics:
-    """Counters and gauges of this process. `registry=None` takes prometheus-client's default, which SGLang's /metrics exports."""
+    """Counters and gauges of this process, by default in the registry that SGLang's /metrics exports."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        extra = {} if registry is None else {"registry": registry}
-        self._counters = {n: Counter(n, text, labels, **extra) for n, (text, labels) in _COUNTERS.items()}
+        registry = REGISTRY if registry is None else registry
+        self._counters = {n: Counter(n, text, labels, registry=registry) for n, (text, labels) in _COUNTERS.items()}
         self._gauges = {
-            n: Gauge(n, text, labels, multiprocess_mode="livesum", **extra) for n, (text, labels) in _GAUGES.items()
+            n: Gauge(n, text, labels, multiprocess_mode="livesum", registry=registry)
+            for n, (text, labels) in _GAUGES.items()
         }
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
@@ -53,5 +54,6 @@ class Metrics:
 
 @cache
 def process_metrics() -> Metrics:
-    """The one instance whose values SGLang's /metrics shows; made at first use, after SGLang chose prometheus' multiprocess directory."""
+    """The one instance that SGLang's /metrics shows; made late, after SGLang chose prometheus' multiprocess
+    directory."""
     return Metrics()

@@ -19,7 +19,9 @@ def parse_size(value: int | str) -> int:
     else:
         match = _SIZE.fullmatch(str(value))
         if not match or match[2].lower() not in _FACTORS:
-            raise ConfigError(f"{value!r} is not a size", "Write bytes or a number with a unit, as in 200GiB, 1.5TB or 64MiB")
+            raise ConfigError(
+                f"{value!r} is not a size", "Write bytes or a number with a unit, as in 200GiB, 1.5TB or 64MiB"
+            )
         size = int(float(match[1]) * _FACTORS[match[2].lower()])
     if size < 0:
         raise ConfigError(f"{value!r} is negative")
