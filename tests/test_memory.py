@@ -1,0 +1,133 @@
+import mmap
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tutti_sglang import memory
+from tutti_sglang.kernels import native
+from tutti_sglang.memory import HUGE_PAGE, PAGE, Region, copy_rows, view, windows
+from tutti_sglang.testing.guard import GuardedRegion
+
+TWINS = {"python": memory._copy_rows, "native": copy_rows}
+
+
+@pytest.fixture(params=TWINS)
+def copy(request):
+    if request.param == "native" and native.library() is None:
+        pytest.skip(native.unavailable_reason())
+    return lambda dst, src, sizes: TWINS[request.param](*memory.check_rows(dst, src, sizes))
+
+
+@pytest.mark.parametrize(
+    ("size", "alignment"), [(1, PAGE), (PAGE + 1, PAGE), (HUGE_PAGE, HUGE_PAGE), (3 << 20, HUGE_PAGE)]
+)
+def test_region_is_zeroed_writable_and_aligned(size, alignment):
+    region = Region(size)
+    assert region.address % alignment == 0
+    assert region.size == -(-size // PAGE) * PAGE == len(region.view)
+    assert not region.view.any()
+    region.view[:] = 7
+    assert (view(region.address, region.size) == 7).all()
+    region.close()
+    region.close()
+
+
+def test_a_closed_region_lives_as_long_as_arrays_over_it():
+    region = Region(PAGE)
+    kept = region.view[:10]
+    region.close()
+    kept[:] = 5
+    assert kept.sum() == 50
+    assert region.address == 0
+
+
+def test_closed_regions_are_unmapped():
+    def mapped() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * mmap.PAGESIZE
+
+    before = mapped()
+    for _ in range(20):
+        region = Region(64 << 20)
+        region.view[0] = 1
+        region.close()
+    assert mapped() - before < 64 << 20
+
+
+def test_a_forked_child_does_not_get_the_region():
+    region = Region(PAGE)
+    child = os.fork()
+    if not child:
+        try:
+            with open("/proc/self/maps") as file:
+                ranges = [line.split()[0].split("-") for line in file]
+            os._exit(any(int(low, 16) <= region.address < int(high, 16) for low, high in ranges))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_view_shares_memory():
+    array = np.arange(256, dtype=np.uint8)
+    seen = view(array.ctypes.data + 3, 10)
+    assert (seen == array[3:13]).all()
+    seen[0] = 99
+    assert array[3] == 99
+
+
+def test_windows_gather_and_scatter_whole_rows():
+    data = np.arange(1000, dtype=np.int64).astype(np.uint8)
+    places = np.array([900, 3, 500], dtype=np.uint64)
+    rows, index = windows(np.uint64(data.ctypes.data) + places, 5)
+    assert (rows[index].view(np.uint8).reshape(3, 5) == [data[p : p + 5] for p in places.tolist()]).all()
+    rows[index] = rows[index[::-1]]
+    assert data[3] == 3
+    assert data[900] == 500 % 256
+
+
+@pytest.mark.parametrize("sizes", [(1,), (512, 4096), (4095, 65536, 1), (65535, 65537), (300_000, 8)])
+@pytest.mark.parametrize("shift", [0, 1, 8, 512])
+def test_copy_rows_moves_each_row_and_nothing_else(copy, sizes, shift):
+    rng = np.random.default_rng(len(sizes) + shift)
+    room = max(sizes) + 640
+    source = rng.integers(256, size=(7, len(sizes), room), dtype=np.uint8)
+    target = rng.integers(256, size=source.shape, dtype=np.uint8)
+    expected = target.copy()
+    order = rng.permutation(7)
+    for t, size in enumerate(sizes):
+        expected[order, t, shift : shift + size] = source[:, t, :size]
+    places = np.arange(source.size // room, dtype=np.uint64).reshape(7, -1) * np.uint64(room)
+    copy(places[order] + np.uint64(target.ctypes.data + shift), places + np.uint64(source.ctypes.data), sizes)
+    assert (target == expected).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 8193), min_size=1, max_size=4), st.integers(0, 5))
+def test_copy_rows_stays_inside_its_rows(sizes, rows):
+    source, target = GuardedRegion(max(sizes) * len(sizes)), GuardedRegion(max(sizes) * len(sizes))
+    source.view[:] = np.arange(source.size) % 251
+    ends = np.cumsum(sizes)
+    src = np.tile(np.uint64(source.address + source.size) - ends.astype(np.uint64), (rows, 1))
+    dst = np.tile(np.uint64(target.address + target.size) - ends.astype(np.uint64), (rows, 1))
+    for twin in (memory._copy_rows, copy_rows):
+        target.view[:] = 0
+        twin(*memory.check_rows(dst, src, sizes))
+        moved = int(ends[-1]) if rows else 0
+        assert (target.tail(moved) == source.tail(moved)).all()
+        assert not target.view[: target.size - moved].any()
+    source.close()
+    target.close()
+
+
+def test_copy_rows_of_nothing(copy):
+    copy(np.empty((0, 3), np.uint64), np.empty((0, 3), np.uint64), [1, 2, 3])
+
+
+@pytest.mark.parametrize("sizes", [(0,), (4, 4)])
+def test_shapes_that_do_not_fit_are_a_bug(sizes):
+    rows = np.zeros((1, 1), np.uint64)
+    with pytest.raises(AssertionError):
+        copy_rows(rows, rows, sizes)

@@ -1,0 +1,1 @@
+"""The shipped test kit: what every engine must do, seeded faults, damage that checksums must notice."""
