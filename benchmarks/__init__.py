@@ -1,0 +1,1 @@
+"""Benchmarks: each is `python -m benchmarks.<name>` and says where, how and against what it measured."""
