@@ -131,3 +131,9 @@ def test_shapes_that_do_not_fit_are_a_bug(sizes):
     rows = np.zeros((1, 1), np.uint64)
     with pytest.raises(AssertionError):
         copy_rows(rows, rows, sizes)
+
+
+def test_the_memory_limit_is_what_the_machine_has_or_less():
+    with open("/proc/meminfo") as file:
+        total = int(file.readline().split()[1]) * 1024
+    assert 1 << 20 < memory.memory_limit() <= total

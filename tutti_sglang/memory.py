@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import mmap
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,18 @@ class Region:
         """Forget the memory; it is unmapped with the last array over `view`. Bare addresses do not keep it."""
         self.view = np.empty(0, dtype=np.uint8)
         self.address = 0
+
+
+def memory_limit() -> int:
+    """Bytes this process may use: the machine's memory, or less where a control group (v2) says so."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        line = next(each for each in Path("/proc/self/cgroup").read_text().splitlines() if each.startswith("0::"))
+        group = Path("/sys/fs/cgroup") / line.removeprefix("0::/")
+        for folder in (group, *group.parents):
+            if (file := folder / "memory.max").exists() and (text := file.read_text().strip()) != "max":
+                limit = min(limit, int(text))
+    return limit
 
 
 class _Span:

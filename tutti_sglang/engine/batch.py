@@ -1,6 +1,7 @@
 """The I/O context: one read or write, 32 bytes, the same in Python, C++ and CUDA."""
 
 import enum
+import errno
 import itertools
 
 import numpy as np
@@ -25,6 +26,9 @@ Batch = npt.NDArray[np.void]
 
 Results = npt.NDArray[np.int32]
 """(n,) bytes moved or -errno per IOCTX."""
+
+IN_PROGRESS = -errno.EINPROGRESS
+"""The result of an IOCTX that is not done: its memory still belongs to the engine."""
 
 
 class Operation(enum.IntEnum):
