@@ -1,0 +1,122 @@
+"""The index's connections: one for writing, behind a lock, and a pool for readers, none of which survives a fork."""
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tutti_sglang.errors import StoreError
+from tutti_sglang.metrics import Metrics, process_metrics
+from tutti_sglang.store import schema
+from tutti_sglang.store.filesystem import refuse_network
+
+_IDLE_READERS = 16
+_REMEDY = "If it does not go away, stop all servers of this store and remove index.db*: the store starts empty"
+
+
+def json_list(values: Any) -> str:
+    """An array of integers as SQLite's `json_each` takes it: one argument for a whole batch."""
+    return msgspec.json.encode(values.tolist()).decode()
+
+
+class Database:
+    """A SQLite database that many processes share; every batch is one statement.
+
+    Each step of a statement gives the GIL away, and beside a busy Python thread every return costs milliseconds.
+    Writing methods raise StoreError when they have changed nothing: another process keeps the write lock for longer
+    than WRITE_TIMEOUT, a full disk, damage.
+    """
+
+    def __init__(self, path: Path, metrics: Metrics | None = None) -> None:
+        refuse_network(path.parent)
+        self.path = path
+        self._metrics = metrics or process_metrics()
+        self._pid = os.getpid()
+        self._write_lock = threading.Lock()
+        self._readers: list[sqlite3.Connection] = []
+        self._closed = False
+        try:
+            self._writer = schema.open_database(path)
+        except sqlite3.Error as error:
+            raise StoreError(f"The index {path} cannot be opened ({error})", _REMEDY) from error
+
+    def meta(self, name: str) -> str | None:
+        """A setting of the store, None where it was never set."""
+        with self._write("meta") as connection:
+            row = connection.execute("select value from meta where name = ?", (name,)).fetchone()
+        return row[0] if row else None
+
+    def set_meta(self, name: str, value: str) -> None:
+        """Set it for all processes."""
+        with self._write("meta") as connection:
+            connection.execute("insert or replace into meta values (?, ?)", (name, value))
+
+    def close(self) -> None:
+        """Idempotent. A reader that is under way ends by itself."""
+        self._closed = True
+        with self._write_lock:
+            self._writer.close()
+            while self._readers:
+                self._readers.pop().close()
+
+    @contextlib.contextmanager
+    def _write(self, operation: str) -> Iterator[sqlite3.Connection]:
+        """The writer's connection; each statement commits by itself."""
+        self._check_process()
+        with self._write_lock, self._explained(operation):
+            yield self._writer
+
+    @contextlib.contextmanager
+    def _transaction(self, operation: str) -> Iterator[sqlite3.Connection]:
+        """The writer's connection in a transaction that commits at the end, all or nothing."""
+        with self._write(operation) as connection:
+            connection.execute("begin immediate")
+            try:
+                yield connection
+                connection.execute("commit")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("rollback")
+                raise
+
+    @contextlib.contextmanager
+    def _read(self, operation: str) -> Iterator[sqlite3.Connection]:
+        """A connection that no writer holds up, given back at the end. StoreError."""
+        self._check_process()
+        with self._explained(operation):
+            try:
+                connection = self._readers.pop()
+            except IndexError:
+                connection = schema.connect(self.path, schema.READ_TIMEOUT)
+                connection.execute("pragma query_only = on")
+            try:
+                yield connection
+            except BaseException:
+                connection.close()
+                raise
+            if self._closed or len(self._readers) >= _IDLE_READERS:
+                connection.close()
+            else:
+                self._readers.append(connection)
+
+    @contextlib.contextmanager
+    def _explained(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            self._metrics.add("tutti_index_errors", op=operation)
+            busy = "locked" in str(error) or "busy" in str(error)
+            hint = "Another process is writing; find one that is stopped with: ps -eo pid,stat,cmd" if busy else _REMEDY
+            raise StoreError(f"The index {self.path} failed at {operation} ({error})", hint) from error
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StoreError(
+                "The store was opened before fork(): its locks and connections belong to the parent process",
+                "Open the store in the process that uses it, or start processes with spawn",
+            )

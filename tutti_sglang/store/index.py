@@ -1,0 +1,182 @@
+"""The index: which object lies in which slot. One SQLite database for all processes of a store."""
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tutti_sglang.errors import StoreError
+from tutti_sglang.metrics import Metrics
+from tutti_sglang.store.allocation import Allocation
+from tutti_sglang.store.database import json_list
+from tutti_sglang.store.namespace import Namespace
+from tutti_sglang.store.slots import NO_SLOT, Slots
+
+KEY_SIZE = 32
+"""Bytes of a key: SGLang's chained SHA-256 of a page."""
+
+RECORD_DTYPE = np.dtype(
+    [
+        ("slot", "<u8"),  # NO_SLOT: there is no such object
+        ("generation", "<u8"),  # the writer's choice; (slot, generation) never comes twice
+        ("depth", "<u4"),  # pages before this one in its prefix
+        ("bytes", "<u4"),  # of the object on disk
+        ("created", "<u8"),  # Unix seconds
+        ("root", "<u8"),  # checksum of the object's row of tensor checksums
+    ]
+)
+assert RECORD_DTYPE.itemsize == 40
+
+Records = npt.NDArray[np.void]
+"""(n,) RECORD_DTYPE."""
+
+_ID_SIZE = 4 + KEY_SIZE
+_STORED = np.dtype([("slot", ">u8"), *RECORD_DTYPE.descr[1:]])  # the slot is a column of its own, printed by SQLite
+_BODY = RECORD_DTYPE.itemsize - 8
+_ABSENT = f"{NO_SLOT:016X}" + "00" * _BODY
+
+_LOOKUP = f"""
+    select (select value from epoch), group_concat(
+        iif(o.slot is null, '{_ABSENT}', printf('%016X', o.slot) || hex(o.record)), '')
+    from json_each(?2) as n left join objects as o on o.id = substr(?1, n.key * {_ID_SIZE} + 1, {_ID_SIZE})
+"""
+_PUBLISH = f"""
+    insert or ignore into objects (id, slot, record)
+    select substr(?1, n.key * {_ID_SIZE} + 1, {_ID_SIZE}), n.value, substr(?2, n.key * {_BODY} + 1, {_BODY})
+    from json_each(?3) as n cross join leased on leased.slot = n.value where leased.owner = ?4
+"""
+_MATCH = f"""
+    select group_concat(n.key) from json_each(?2) as n cross join objects as o
+    on o.id = substr(?1, n.key * {_ID_SIZE} + 1, {_ID_SIZE}) and o.slot = n.value
+"""
+_DELETE = f"""
+    delete from objects where id in
+    (select substr(?1, n.value * {_ID_SIZE} + 1, {_ID_SIZE}) from json_each(?2) as n)
+"""
+_CLEAR_PIECE = 4096
+_CLEAR = f"""
+    delete from objects where id in (select id from objects where id >= ? and id < ? limit {_CLEAR_PIECE})
+"""
+
+
+class Lookup(NamedTuple):
+    """Records as of one moment, and the store's epoch at that moment."""
+
+    records: Records
+    epoch: int
+
+
+class NamespaceRow(NamedTuple):
+    """A namespace as the index knows it; `readable` is its JSON, maybe of another format; `created` Unix seconds."""
+
+    digest: bytes
+    readable: str
+    created: int
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Bytes of each tensor of an object."""
+        return msgspec.json.decode(self.readable, type=_Tensors).tensors
+
+
+class _Tensors(msgspec.Struct):
+    tensors: tuple[int, ...]
+
+
+class Index(Allocation):
+    """Key → record, for all namespaces, and who holds which slot. Opening looks at no object. Thread safe, not
+    fork safe."""
+
+    def __init__(self, path: Path, metrics: Metrics | None = None) -> None:
+        super().__init__(path, metrics)
+        self._last_epoch = 0
+
+    @property
+    def last_epoch(self) -> int:
+        """The newest epoch that a lookup of this process has seen: what a reader publishes before it looks up."""
+        return self._last_epoch
+
+    def epoch(self) -> int:
+        """The store's epoch now. StoreError."""
+        with self._read("epoch") as connection:
+            return int(connection.execute("select value from epoch").fetchone()[0])
+
+    def namespace_id(self, namespace: Namespace) -> int:
+        """The number of a namespace in this store, given out at first sight. StoreError."""
+        digest = namespace.digest()
+        with self._write("namespace") as connection:
+            connection.execute(
+                "insert or ignore into namespaces (digest, readable, created) values (?, ?, ?)",
+                (digest, namespace.readable(), int(time.time())),
+            )
+            return int(connection.execute("select id from namespaces where digest = ?", (digest,)).fetchone()[0])
+
+    def namespaces(self) -> dict[int, NamespaceRow]:
+        """All namespaces ever seen by number, those of other formats too. StoreError."""
+        with self._read("namespaces") as connection:
+            rows = connection.execute("select id, digest, readable, created from namespaces order by id").fetchall()
+        return {row[0]: NamespaceRow(*row[1:]) for row in rows}
+
+    def lookup(self, namespace: int, keys: bytes) -> Lookup:
+        """The records of n keys of 32 bytes, as of one moment; `slot` = NO_SLOT where there is none. Never waits for a
+        writer. A statement that fails is counted, and finds nothing."""
+        count = len(keys) // KEY_SIZE
+        values = (_ids(namespace, keys), "[" + ",".join("0" * count) + "]")
+        try:
+            with self._read("lookup") as connection:
+                epoch, text = connection.execute(_LOOKUP, values).fetchone()
+        except StoreError:
+            return Lookup(_absent(count), self._last_epoch)
+        self._last_epoch = max(self._last_epoch, epoch)
+        return Lookup(np.frombuffer(bytes.fromhex(text or ""), dtype=_STORED).astype(RECORD_DTYPE), epoch)
+
+    def publish(self, owner: str, namespace: int, keys: bytes, records: Records) -> npt.NDArray[np.bool_]:
+        """(n,) True where this record is now the index's: the key had none, and `owner` holds the slot's lease. The
+        other slots stay leased, for `give_back`. All or nothing per object. StoreError, then nothing was published."""
+        slots = records["slot"].astype(np.int64)
+        body = np.ascontiguousarray(records).view(np.uint8).reshape(len(records), -1)[:, 8:].tobytes()
+        values = (_ids(namespace, keys), body, json_list(slots), owner)
+        with self._write("publish") as connection:
+            if connection.execute(_PUBLISH, values).rowcount == len(records):
+                return np.ones(len(records), dtype=np.bool_)
+        return np.asarray(self.lookup(namespace, keys).records == records)
+
+    def delete(self, namespace: int, keys: bytes, slots: Slots) -> npt.NDArray[np.bool_]:
+        """(n,) True where the key still had this slot: the object is gone, its slot settles. StoreError."""
+        ids = _ids(namespace, keys)
+        gone = np.zeros(len(slots), dtype=np.bool_)
+        with self._transaction("delete") as connection:
+            (text,) = connection.execute(_MATCH, (ids, json_list(slots))).fetchone()
+            if text:
+                connection.execute(_DELETE, (ids, f"[{text}]"))
+                gone[np.fromstring(text, dtype=np.int64, sep=",")] = True
+        return gone
+
+    def clear(self, namespace: int) -> int:
+        """Delete all objects of a namespace, in pieces that let other writers in; how many they were. StoreError."""
+        low, high = namespace.to_bytes(4, "big"), (namespace + 1).to_bytes(4, "big")
+        total = 0
+        while True:
+            with self._write("clear") as connection:
+                gone = connection.execute(_CLEAR, (low, high)).rowcount
+            total += gone
+            if gone < _CLEAR_PIECE:
+                return total
+
+
+def _ids(namespace: int, keys: bytes) -> bytes:
+    """The n keys of 32 bytes, each behind its namespace."""
+    assert len(keys) % KEY_SIZE == 0
+    ids = np.empty((len(keys) // KEY_SIZE, _ID_SIZE), dtype=np.uint8)
+    ids[:, :4] = np.frombuffer(namespace.to_bytes(4, "big"), dtype=np.uint8)
+    ids[:, 4:] = np.frombuffer(keys, dtype=np.uint8).reshape(-1, KEY_SIZE)
+    return ids.tobytes()
+
+
+def _absent(count: int) -> Records:
+    records = np.zeros(count, dtype=RECORD_DTYPE)
+    records["slot"] = NO_SLOT
+    return records

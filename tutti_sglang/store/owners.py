@@ -1,0 +1,193 @@
+"""Owners: the processes that use a store. Alive is who holds the flock on its `owners/<uuid>`."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from tutti_sglang.errors import StoreError
+
+_IDLE = (1 << 64) - 1
+_PUBLISHED = struct.Struct("<Qd")  # oldest epoch that is being read, CLOCK_MONOTONIC of the latest read that counts
+_ZONE = struct.Struct("<Q")  # inode of the time namespace, without which that clock cannot be compared
+_ZONE_AT = _PUBLISHED.size
+_NOTE_AT = 64
+_STALE = 60.0  # seconds after which a file that was made but never locked is nobody's
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Read:
+    """One read under way: from before its lookup until its bytes are copied."""
+
+    __slots__ = ("epoch", "start")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.start = time.monotonic()
+
+    def expired(self, grace: float) -> bool:
+        """Whether it took so long that its slots may belong to somebody else: its objects are misses."""
+        return time.monotonic() - self.start > grace
+
+
+class Owners:
+    """This process's place among the owners of a store, and a view of the others. Thread safe, not fork safe.
+
+    A slot freed at epoch e is reused once every living owner's published epoch has reached e. To be safe an owner
+    publishes before its lookup the epoch that it knew before: `with owners.reading(index.last_epoch, grace) as read`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.uuid = uuid.uuid4().hex
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._reads: set[Read] = set()
+        self._zone = os.stat("/proc/self/ns/time").st_ino if os.path.exists("/proc/self/ns/time") else 0
+        try:
+            self._fd = self._create()
+        except OSError as error:
+            raise StoreError(
+                f"{directory} cannot be used ({error.strerror})", "Check that index_dir is writable and not full"
+            ) from error
+        # A fork would inherit the lock and keep this owner alive after its process died.
+        _close_in_children(self)
+
+    def close(self) -> None:
+        """Leave: the file goes, and with it the lock. Leases must be given back before. Idempotent."""
+        if self._fd >= 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._directory / self.uuid)
+            os.close(self._fd)
+            self._fd = -1
+
+    @contextlib.contextmanager
+    def reading(self, epoch: int, grace: float) -> Iterator[Read]:
+        """Hold every slot that is freed after `epoch`, for `grace` seconds at most."""
+        read = Read(epoch)
+        self._publish(grace, begun=read)
+        try:
+            yield read
+        finally:
+            self._publish(grace, ended=read)
+
+    def oldest_epoch(self, current: int, grace: float) -> int:
+        """What every reader has passed. `current` is the store's epoch, read before this call: a reader that starts
+        after that finds nothing that was freed up to it. Reads older than `grace` seconds do not count, they miss."""
+        now = time.monotonic()
+        return min([current, *(self._held(name, now, grace) for name in self._names())])
+
+    def alive(self, name: str) -> bool:
+        """Whether the process of owner `name` lives, in whatever container."""
+        fd = self._open(name)
+        if fd is None:
+            return False
+        try:
+            return _locked(fd)
+        finally:
+            os.close(fd)
+
+    def live(self) -> list[str]:
+        """All living owners, this one too."""
+        return [name for name in self._names() if self.alive(name)]
+
+    def dead(self) -> list[str]:
+        """Owners whose process died without leaving: reclaim their leases, then `remove` them."""
+        return [name for name in self._names() if not self.alive(name)]
+
+    def remove(self, name: str) -> None:
+        """Forget a dead owner."""
+        assert name != self.uuid
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._directory / name)
+
+    def _create(self) -> int:
+        """A file is locked before it has its name, so that nobody sees it unlocked."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._remove_unfinished()
+        temporary = self._directory / f".{self.uuid}"
+        fd = os.open(temporary, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(fd, _PUBLISHED.pack(_IDLE, 0.0) + _ZONE.pack(self._zone), 0)
+            os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}, for people only\n".encode(), _NOTE_AT)
+            os.rename(temporary, self._directory / self.uuid)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _remove_unfinished(self) -> None:
+        for entry in os.scandir(self._directory):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.name.startswith(".") and time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE:
+                    os.unlink(entry.path)
+
+    def _publish(self, grace: float, begun: Read | None = None, ended: Read | None = None) -> None:
+        """The start of the latest read goes with the oldest epoch: others then never drop a read that still counts. One
+        that has expired is left out here, so it holds slots for twice `grace` at most."""
+        with self._lock:
+            self._reads -= {ended}
+            if begun:
+                self._reads.add(begun)
+            count = [read for read in self._reads if not read.expired(grace)]
+            epoch = min((read.epoch for read in count), default=_IDLE)
+            start = max((read.start for read in count), default=0.0)
+            os.pwrite(self._fd, _PUBLISHED.pack(epoch, start), 0)
+
+    def _held(self, name: str, now: float, grace: float) -> int:
+        """The oldest epoch that this owner still reads; _IDLE when it is dead, reads nothing, or for too long."""
+        fd = self._open(name)
+        if fd is None:
+            return _IDLE
+        try:
+            if not _locked(fd):
+                return _IDLE
+            # A read may see half of a write. Two reads, and the safer half of each, cannot.
+            pairs = [_PUBLISHED.unpack(os.pread(fd, _PUBLISHED.size, 0)) for _ in range(2)]
+            epoch, start = min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
+            same_clock = os.pread(fd, _ZONE.size, _ZONE_AT) == _ZONE.pack(self._zone)
+            return _IDLE if same_clock and now - start > grace else epoch
+        finally:
+            os.close(fd)
+
+    def _names(self) -> list[str]:
+        return [name for name in os.listdir(self._directory) if not name.startswith(".")]
+
+    def _open(self, name: str) -> int | None:
+        try:
+            return os.open(self._directory / name, _FLAGS)
+        except FileNotFoundError:
+            return None
+
+
+def _locked(fd: int) -> bool:
+    """Probers share, so that they do not take one another for the owner."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+_open_owners: "weakref.WeakSet[Owners]" = weakref.WeakSet()
+
+
+def _close_in_children(owners: Owners) -> None:
+    if not _open_owners:
+        os.register_at_fork(after_in_child=_forget_parents_locks)
+    _open_owners.add(owners)
+
+
+def _forget_parents_locks() -> None:
+    for owners in _open_owners:
+        if owners._fd >= 0:
+            os.close(owners._fd)
+            owners._fd = -1
