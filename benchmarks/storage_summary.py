@@ -1,14 +1,11 @@
-"""From the rounds of benchmarks.storage to its tables and plots; run on a JSON file, it prints them as Markdown."""
+"""From the rounds of benchmarks.storage to its tables and plots."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from benchmarks.plot import Point, line_plot
-from benchmarks.report import Figures, Quartiles, Report, Row, quartiles, ratios
+from benchmarks.report import Figures, Quartiles, Row, quartiles, ratios
 from tutti_sglang.units import format_size
 
 SPEED = {
@@ -91,10 +88,3 @@ def _pick(contender: str, beside: str) -> Callable[[Row], float | None]:
         return _rate(row) if row["contender"] == contender and row["beside"] == beside else None
 
     return pick
-
-
-if __name__ == "__main__":
-    kept = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Report)
-    print(kept.markdown())
-    for figures in tables(kept.summary):
-        print(figures.markdown())

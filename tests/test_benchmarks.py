@@ -1,0 +1,205 @@
+"""Every benchmark runs at a tiny size and keeps all its rounds; the arithmetic behind the printed figures is right."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import backends, client, publish, report, serving, storage_summary, worker
+from benchmarks.gil import GilSampler
+from benchmarks.plot import Point, line_plot
+from benchmarks.pools import SHAPES, host_pool, shape_of
+from benchmarks.report import Report
+
+ROOT = Path(__file__).parent.parent
+SIZE = 64 << 10
+
+
+def _run(name: str, *arguments: str, json: Path) -> Report:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json", str(json)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return msgspec.json.decode(json.read_bytes(), type=Report)
+
+
+def test_every_contender_is_first_once() -> None:
+    orders = [report.rotated("abc", turn) for turn in range(3)]
+    assert [order[0] for order in orders] == ["a", "b", "c"]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+
+
+def test_ratios_compare_only_within_a_round() -> None:
+    rows = [
+        {"round": 0, "a": 6},
+        {"round": 1, "b": 5},
+        {"round": 0, "b": 3},
+        {"round": 2, "a": 8},
+        {"round": 2, "b": 2},
+    ]
+    assert report.ratios(rows, lambda row: row.get("a"), lambda row: row.get("b")) == [2, 4]
+
+
+def test_quartiles() -> None:
+    assert report.quartiles([]) is None
+    assert report.quartiles([3]) == (3, 3, 3)
+    values = list(np.random.default_rng(1).random(9))
+    assert np.allclose(report.quartiles(values), np.quantile(values, [0.25, 0.5, 0.75]))
+    assert report.Quartiles(1, 2, 3).show("{:.0f}") == "2 (1 to 3)"
+
+
+def test_a_figure_that_was_not_measured_is_not_invented() -> None:
+    row = {"round": 0, "contender": "file", "size": SIZE, "operation": "put", "beside": "idle"}
+    row |= {"bytes": 10**9, "seconds": 2.0, "seconds_accepted": 1.0, "cpu_user": 1.0, "cpu_system": 0.5}
+    (line,) = storage_summary.summarise([row])
+    assert (line["rate"].median, line["accepted"].median, line["cpu"].median) == (0.5, 1.0, 1.5)
+    assert line["of_fio"] is line["tutti_over_it"] is line["busy_share"] is line["gil"] is None
+    speed, cost = storage_summary.tables([line])
+    assert speed.lines == [["file", "0.50 (0.50 to 0.50)", "1.00 (1.00 to 1.00)", "-", "-"]]
+    assert cost.markdown().splitlines()[-1] == "| file | - | - | 1.50 (1.50 to 1.50) | - |"
+
+
+def test_a_summary_of_serving_compares_times_of_one_round_and_counts_hits() -> None:
+    def row(turn: int, tier: str, ttft: float, storage: int) -> dict[str, Any]:
+        times = {"ttft": ttft, "gaps": [0.01, 0.03]}
+        return {"round": turn, "tier": tier, "phase": "restarted", "prompt": 100, "device": 0, "host": 0} | {
+            **times,
+            "storage": storage,
+        }
+
+    rows = [row(0, "with", 1, 50), row(0, "without", 4, 0), row(1, "with", 2, 50), row(1, "without", 4, 0)]
+    with_tier, without = serving.summarise(rows)
+    assert with_tier["without_over_with"].median == 3
+    assert (with_tier["storage"], with_tier["prompt"], with_tier["itl_p50"]) == (100, 200, 0.02)
+    assert without["without_over_with"] is None
+    assert serving.figures("chat", [with_tier]).lines[0][-1] == "50.0%"
+
+
+def test_the_machine_is_described(tmp_path: Path) -> None:
+    run = Report("storage", report.machine(tmp_path), {"seed": 1})
+    assert run.machine.cores > 0
+    assert run.machine.file_system
+    assert run.machine.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    run.write(tmp_path / "run.json")
+    assert msgspec.json.decode((tmp_path / "run.json").read_bytes(), type=Report) == run
+
+
+def test_a_plot_is_xml_with_every_series_and_tick(tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    series = {"a <b>": [Point(1024, 1, 0.5, 1.5), Point(4096, 3, 2, 4)], "c": [Point(4096, 1, 1, 1)]}
+    line_plot(path, ("t", "x", "y"), series, {1024: "1KiB", 4096: "4KiB"})
+    root = ElementTree.parse(path).getroot()
+    texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"a <b>", "c", "1KiB", "4KiB", "t", "x", "y"} <= texts
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 3
+
+
+def test_the_sampler_tells_a_held_gil_from_a_released_one() -> None:
+    def spin() -> None:
+        start = time.monotonic()
+        while time.monotonic() - start < 0.3:
+            pass
+
+    shares = []
+    for work in (spin, lambda: time.sleep(0.3)):
+        with GilSampler() as sampler:
+            work()
+        if sampler.result is None:
+            pytest.skip(sampler.reason)
+        shares.append(sampler.result.held / sampler.result.total)
+    assert shares[0] > shares[1]
+
+
+def test_pages_have_the_size_they_are_named_by() -> None:
+    assert all(shape.page_bytes == size for size, shape in SHAPES.items())
+    for layout in ("page_first_direct", "page_first", "layer_first"):
+        pool = host_pool(shape_of(SIZE), 3, layout)
+        assert pool.kv_buffer.nbytes == 3 * SIZE
+    with pytest.raises(ValueError, match="64KiB"):
+        shape_of(SIZE + 1)
+
+
+def test_a_cold_file_is_not_in_the_page_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    backends.sync_file_system(tmp_path)
+    assert backends.drop_page_cache(tmp_path) == 0
+
+
+class _Liar(backends.File):
+    """Says True and changes one byte."""
+
+    def get(self, keys: list[str], indices: Any) -> bool:
+        found = super().get(keys, indices)
+        self.pool.kv_buffer.view(torch.uint8).view(-1)[7] ^= 1
+        return found
+
+
+def test_a_backend_that_returns_other_bytes_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(worker.BACKENDS, "liar", _Liar)
+    for kind in ("file", "liar"):
+        bench = worker.Bench(worker.Case(kind, {}, tmp_path / kind, shape_of(SIZE), 3, 2, "page_first_direct", 1))
+        caught = pytest.raises(AssertionError, match="other bytes") if kind == "liar" else contextlib.nullcontext()
+        with caught:
+            bench.measure("get", "idle")
+        bench.close()
+
+
+def test_the_stream_of_a_server_is_read() -> None:
+    assert client._event(b'data: {"output_ids": [1]}\n') == {"output_ids": [1]}
+    assert client._event(b"\n") is None
+    assert client._event(b"data: [DONE]\n") is None
+    with pytest.raises(RuntimeError, match="too long"):
+        client._event(b'data: {"error": {"message": "too long"}}\n')
+    assert client.tokens("a", 5) == client.tokens("a", 5) != client.tokens("b", 5)
+
+
+def test_storage_keeps_every_round_of_every_contender(tmp_path: Path) -> None:
+    contenders = ["fio", "tutti", "tutti:checksum=off", "file"]
+    chosen = [argument for name in contenders for argument in ("--contender", name)]
+    sizes = ["--sizes", "64KiB", "--bytes", "1MiB", "--busy-bytes", "128KiB", "--rounds", "2", "--warm-up", "0"]
+    operations = ["--operations", "put,get,hot,mixed", "--directory", str(tmp_path), "--svg", str(tmp_path / "svg")]
+    run = _run("storage", *chosen, *sizes, *operations, json=tmp_path / "run.json")
+    absent = [note for note in run.notes if "fio is not installed" not in note]
+    assert not absent, absent
+    for name in contenders[1:]:
+        for operation in ("put", "get", "hot", "mixed"):
+            found = [row for row in run.rows if (row["contender"], row["operation"]) == (name, operation)]
+            assert sorted((row["beside"], row["round"]) for row in found) == [
+                (beside, turn) for beside in ("busy", "gil", "idle") for turn in (0, 1)
+            ]
+            assert all(row["seconds"] > 0 for row in found)
+    assert {line["contender"] for line in run.summary} >= set(contenders[1:])
+    assert (tmp_path / "svg/storage-get.svg").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tutti-bench-")], "scratch stores were left"
+
+
+def test_a_spinner_ends() -> None:
+    before = threading.active_count()
+    spinner = worker.Spinner()
+    spinner.stop()
+    assert threading.active_count() == before
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    page = publish.PAGE.read_text()
+    assert publish.published(page, publish.RESULTS) == page, "run python -m benchmarks.publish"
+
+
+def test_a_page_is_made_from_the_rounds(tmp_path: Path) -> None:
+    run = Report("storage", report.machine(tmp_path), {"seed": 1})
+    run.rows = [{"round": 0, "contender": "fio", "size": SIZE, "operation": "get", "beside": "idle"}]
+    run.rows[0] |= {"bytes": 10**9, "seconds": 0.5, "cpu_user": 0.0, "cpu_system": 0.25}
+    run.write(tmp_path / "storage.json")
+    page = "a\n<!-- results of storage -->\nold\n<!-- end -->\nb\n<!-- results of chat -->\n<!-- end -->\n"
+    made = publish.published(page, tmp_path)
+    assert "| fio | 2.00 (2.00 to 2.00) |" in made
+    assert "old" not in made
+    assert made.endswith("b\n<!-- results of chat -->\nNot recorded yet.\n<!-- end -->\n")
