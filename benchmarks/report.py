@@ -46,7 +46,11 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct):
-    """One run. `rows`: one flat record per measurement, every round of it; `notes`: what was left out, and why."""
+    """One run.
+
+    `contenders`: which way the bytes of each really went; `rows`: one flat record per measurement, every round of it;
+    `notes`: what was left out, and why.
+    """
 
     benchmark: str
     machine: Machine
@@ -54,6 +58,7 @@ class Report(msgspec.Struct):
     date: str = ""
     command: str = ""
     commit: str = ""
+    contenders: dict[str, str] = {}
     rows: list[Row] = []
     summary: list[Row] = []
     notes: list[str] = []
@@ -83,6 +88,7 @@ class Report(msgspec.Struct):
             f"`{self.command}`, {self.date}, commit {self.commit or 'unknown'}",
             *self.machine.lines(),
             settings,
+            *(f"{name}: {way}" for name, way in self.contenders.items()),
             *self.notes,
         ]
         return "\n".join(f"- {line}" for line in lines) + "\n"

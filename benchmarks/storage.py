@@ -151,7 +151,8 @@ def _open_all(run: report.Report, options: argparse.Namespace, size: int, base: 
         except RuntimeError as error:
             run.note(f"{name} at {format_size(size)} does not take part", error)
         else:
-            report.console.print(f"{name}: {benches[name].description}", highlight=False, markup=False)
+            run.contenders[name] = benches[name].description
+            report.console.print(f"{name}: {run.contenders[name]}", highlight=False, markup=False)
     if not benches:
         raise SystemExit("No contender can take part")
     return benches
