@@ -137,7 +137,7 @@ class Index(Allocation):
         """(n,) True where this record is now the index's: the key had none, and `owner` holds the slot's lease. The
         other slots stay leased, for `give_back`. All or nothing per object. StoreError, then nothing was published."""
         slots = records["slot"].astype(np.int64)
-        body = np.ascontiguousarray(records).view(np.uint8).reshape(len(records), -1)[:, 8:].tobytes()
+        body = np.ascontiguousarray(records).view(np.uint8).reshape(-1, RECORD_DTYPE.itemsize)[:, 8:].tobytes()
         values = (_ids(namespace, keys), body, json_list(slots), owner)
         with self._write("publish") as connection:
             if connection.execute(_PUBLISH, values).rowcount == len(records):

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import struct
 import threading
@@ -15,12 +16,13 @@ from pathlib import Path
 from tutti_sglang.errors import StoreError
 
 _IDLE = (1 << 64) - 1
-_PUBLISHED = struct.Struct("<Qd")  # oldest epoch that is being read, CLOCK_MONOTONIC of the latest read that counts
-_ZONE = struct.Struct("<Q")  # inode of the time namespace, without which that clock cannot be compared
-_ZONE_AT = _PUBLISHED.size
+_STATE = struct.Struct("<QdQ")
+"""Oldest epoch that is being read, CLOCK_MONOTONIC of the latest read that counts, and the inode of the time namespace,
+without which clocks cannot be compared."""
 _NOTE_AT = 64
 _STALE = 60.0  # seconds after which a file that was made but never locked is nobody's
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 class Read:
@@ -79,12 +81,13 @@ class Owners:
 
     def oldest_epoch(self, current: int, grace: float) -> int:
         """What every reader has passed. `current` is the store's epoch, read before this call: a reader that starts
-        after that finds nothing that was freed up to it. Reads older than `grace` seconds do not count, they miss."""
+        after that finds nothing that was freed up to it. Reads older than `grace` seconds do not count, they miss.
+        OSError when it cannot be told."""
         now = time.monotonic()
         return min([current, *(self._held(name, now, grace) for name in self._names())])
 
     def alive(self, name: str) -> bool:
-        """Whether the process of owner `name` lives, in whatever container."""
+        """Whether the process of owner `name` lives, in whatever container. OSError when it cannot be told."""
         fd = self._open(name)
         if fd is None:
             return False
@@ -115,7 +118,7 @@ class Owners:
         fd = os.open(temporary, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.pwrite(fd, _PUBLISHED.pack(_IDLE, 0.0) + _ZONE.pack(self._zone), 0)
+            os.pwrite(fd, _STATE.pack(_IDLE, 0.0, self._zone), 0)
             os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}, for people only\n".encode(), _NOTE_AT)
             os.rename(temporary, self._directory / self.uuid)
         except BaseException:
@@ -139,10 +142,10 @@ class Owners:
             count = [read for read in self._reads if not read.expired(grace)]
             epoch = min((read.epoch for read in count), default=_IDLE)
             start = max((read.start for read in count), default=0.0)
-            os.pwrite(self._fd, _PUBLISHED.pack(epoch, start), 0)
+            os.pwrite(self._fd, _STATE.pack(epoch, start, self._zone), 0)
 
     def _held(self, name: str, now: float, grace: float) -> int:
-        """The oldest epoch that this owner still reads; _IDLE when it is dead, reads nothing, or for too long."""
+        """The oldest epoch that this owner still reads; _IDLE when it is dead, or reads nothing, or for too long."""
         fd = self._open(name)
         if fd is None:
             return _IDLE
@@ -150,17 +153,18 @@ class Owners:
             if not _locked(fd):
                 return _IDLE
             # A read may see half of a write. Two reads, and the safer half of each, cannot.
-            pairs = [_PUBLISHED.unpack(os.pread(fd, _PUBLISHED.size, 0)) for _ in range(2)]
+            pairs = [_STATE.unpack(os.pread(fd, _STATE.size, 0)) for _ in range(2)]
             epoch, start = min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
-            same_clock = os.pread(fd, _ZONE.size, _ZONE_AT) == _ZONE.pack(self._zone)
-            return _IDLE if same_clock and now - start > grace else epoch
+            return _IDLE if pairs[0][2] == self._zone and now - start > grace else epoch
         finally:
             os.close(fd)
 
     def _names(self) -> list[str]:
-        return [name for name in os.listdir(self._directory) if not name.startswith(".")]
+        with os.scandir(self._directory) as entries:
+            return [each.name for each in entries if _NAME.fullmatch(each.name) and each.is_file(follow_symlinks=False)]
 
     def _open(self, name: str) -> int | None:
+        """None where there is no such owner. Any other failure (EMFILE, EIO) is not proof that it is dead: OSError."""
         try:
             return os.open(self._directory / name, _FLAGS)
         except FileNotFoundError:
