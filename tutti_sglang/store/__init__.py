@@ -1,1 +1,6 @@
 """WHAT lies WHERE: namespaces, index, segments, eviction and the object store on top of them."""
+
+from tutti_sglang.store.namespace import Namespace
+from tutti_sglang.store.objects import ObjectStore, StoreStats
+
+__all__ = ["Namespace", "ObjectStore", "StoreStats"]

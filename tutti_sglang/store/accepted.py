@@ -1,0 +1,235 @@
+"""Objects that were accepted and are not on a drive yet: they lie in staging, and this process serves them from
+there."""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_sglang.checksum import Sums
+from tutti_sglang.engine.base import Engine
+from tutti_sglang.engine.batch import Ticket
+from tutti_sglang.engine.staging import Extent, Staging
+from tutti_sglang.memory import Addresses
+
+SHARE = 0.75
+"""Of staging that accepted objects may fill, so that reads always find room."""
+
+
+@dataclass(eq=False)
+class Parcel:
+    """The objects of one put, one after the other in one extent. `users`: the writer and the readers that copy out of
+    it now."""
+
+    namespace: int
+    keys: list[bytes]
+    base: Addresses
+    sums: Sums
+    depth: npt.NDArray[np.uint32]
+    extent: Extent
+    users: int = 1
+    dropped: set[int] = field(default_factory=set)
+    owed: tuple[Engine, Ticket] | None = None
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """n objects out of several parcels of one namespace; all arrays are (n,), `sums` is (n, T)."""
+
+    parcels: list[Parcel]
+    owner: npt.NDArray[np.int64]
+    position: npt.NDArray[np.int64]
+    keys: list[bytes]
+    base: Addresses
+    sums: Sums
+    depth: npt.NDArray[np.uint32]
+
+    @staticmethod
+    def of(parcels: list[Parcel]) -> "Cargo":
+        """All that is in the parcels and was not dropped."""
+        whole = Cargo(
+            parcels,
+            np.repeat(np.arange(len(parcels)), [len(each.keys) for each in parcels]),
+            np.concatenate([np.arange(len(each.keys)) for each in parcels]),
+            [key for each in parcels for key in each.keys],
+            np.concatenate([each.base for each in parcels]),
+            np.concatenate([each.sums for each in parcels]),
+            np.concatenate([each.depth for each in parcels]),
+        )
+        return whole.some(np.flatnonzero(whole.wanted()))
+
+    def some(self, which: npt.NDArray[np.int64]) -> "Cargo":
+        """Those objects only."""
+        keys = [self.keys[each] for each in which.tolist()]
+        owner, position = self.owner[which], self.position[which]
+        return Cargo(self.parcels, owner, position, keys, self.base[which], self.sums[which], self.depth[which])
+
+    def wanted(self) -> npt.NDArray[np.bool_]:
+        """(n,) False for what was dropped meanwhile."""
+        wanted = np.ones(len(self.keys), dtype=np.bool_)
+        for number, parcel in enumerate(self.parcels):
+            if parcel.dropped:
+                wanted &= ~((self.owner == number) & np.isin(self.position, list(parcel.dropped)))
+        return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`which`: (m,) positions in the request that were found; `base`: (m,) where each object starts. Hand it to
+    `leave`."""
+
+    which: npt.NDArray[np.int64]
+    base: Addresses
+    parcels: list[Parcel]
+
+
+class Accepted:
+    """Thread safe. A parcel is queued by `add`, taken by the writer with `take`, and ends with `finish`."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._budget = int(SHARE * staging.size)
+        self._bytes = 0
+        self._map: dict[tuple[int, bytes], tuple[Parcel, int]] = {}
+        self._queue: deque[Parcel] = deque()
+        self._open = 0
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    @property
+    def open(self) -> int:
+        """Parcels that are queued or being written."""
+        return self._open
+
+    @property
+    def size(self) -> int:
+        """Bytes of staging that accepted objects fill."""
+        return self._bytes
+
+    def contains(self, namespace: int, keys: list[bytes]) -> npt.NDArray[np.bool_]:
+        """(n,) which keys are accepted."""
+        known = self._map
+        if not known:
+            return np.zeros(len(keys), dtype=np.bool_)
+        return np.fromiter(((namespace, key) in known for key in keys), dtype=np.bool_, count=len(keys))
+
+    def enter(self, namespace: int, keys: list[bytes]) -> Found:
+        """Those of `keys` that are accepted; their memory stays until `leave`."""
+        which, base, parcels = [], [], set()
+        if self._map:
+            with self._changed:
+                for position, key in enumerate(keys):
+                    entry = self._map.get((namespace, key))
+                    if entry:
+                        which.append(position)
+                        base.append(entry[0].base[entry[1]])
+                        parcels.add(entry[0])
+                for parcel in parcels:
+                    parcel.users += 1
+        return Found(np.array(which, dtype=np.int64), np.array(base, dtype=np.uint64), list(parcels))
+
+    def leave(self, found: Found) -> None:
+        """The caller is done with the memory."""
+        for parcel in found.parcels:
+            self._unuse(parcel)
+
+    def room(self, nbytes: int, deadline: float) -> Extent | None:
+        """Staging for objects to be accepted; waits until `deadline`. None when there is none. Give it to `add` or
+        `refund`."""
+        with self._changed:
+            while self._bytes + nbytes > self._budget:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    return None
+            self._bytes += nbytes
+        extent = self._staging.wait(nbytes, deadline)
+        if extent is None:
+            self._credit(nbytes)
+        elif extent.size != nbytes:
+            self._credit(nbytes - extent.size)
+        return extent
+
+    def refund(self, extent: Extent) -> None:
+        """`room` was not needed after all."""
+        self._staging.release(extent)
+        self._credit(extent.size)
+
+    def add(self, parcel: Parcel) -> None:
+        """Serve the objects from now on and queue them for the writer. A key that somebody else accepted meanwhile is
+        left to him."""
+        with self._changed:
+            for position, key in enumerate(parcel.keys):
+                mine = (parcel, position)
+                if self._map.setdefault((parcel.namespace, key), mine) is not mine:
+                    parcel.dropped.add(position)
+            self._queue.append(parcel)
+            self._open += 1
+            self._changed.notify_all()
+
+    def take(self, nbytes: int, timeout: float) -> list[Parcel]:
+        """Queued parcels, oldest first, of about `nbytes`; waits at most `timeout` seconds for the first."""
+        taken: list[Parcel] = []
+        with self._changed:
+            if not self._queue and timeout > 0:
+                self._changed.wait(timeout)
+            while self._queue and (not taken or nbytes >= self._queue[0].extent.size):
+                nbytes -= self._queue[0].extent.size
+                taken.append(self._queue.popleft())
+        return taken
+
+    def withdraw(self, parcel: Parcel) -> None:
+        """Serve the parcel's objects no longer: they are in the index now, or lost."""
+        with self._changed:
+            for position, key in enumerate(parcel.keys):
+                entry = self._map.get((parcel.namespace, key))
+                if entry is not None and entry[0] is parcel:
+                    del self._map[parcel.namespace, key]
+
+    def finish(self, parcel: Parcel, engine: Engine | None = None, ticket: Ticket | None = None) -> None:
+        """The writer is done with the parcel. With `ticket`: the engine has not answered all of it, and keeps the
+        memory."""
+        self.withdraw(parcel)
+        if engine and ticket:
+            parcel.owed = (engine, ticket)
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
+        self._unuse(parcel)
+
+    def clear(self, namespace: int) -> int:
+        """Drop the namespace's accepted objects; the writer skips them. How many."""
+        with self._changed:
+            gone = [entry for entry in self._map.items() if entry[0][0] == namespace]
+            for name, (parcel, position) in gone:
+                parcel.dropped.add(position)
+                del self._map[name]
+        return len(gone)
+
+    def drain(self, deadline: float) -> bool:
+        """Wait until nothing is queued or being written; False at the deadline."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, max(0.0, deadline - time.monotonic()))
+
+    def wake(self) -> None:
+        """Let `take` and `room` look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _unuse(self, parcel: Parcel) -> None:
+        with self._changed:
+            parcel.users -= 1
+            last = parcel.users == 0
+        if last and parcel.owed:
+            self._staging.quarantine(parcel.extent, *parcel.owed)
+            self._credit(parcel.extent.size)
+        elif last:
+            self.refund(parcel.extent)
+
+    def _credit(self, nbytes: int) -> None:
+        with self._changed:
+            self._bytes -= nbytes
+            self._changed.notify_all()

@@ -1,0 +1,224 @@
+"""The drives of a store: recognised by their superblock, whatever their order; who is missing; how much room each
+has."""
+
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from tutti_sglang.config import Config
+from tutti_sglang.errors import CapacityError, ForeignStoreError, StoreError
+from tutti_sglang.store import directory, probe, superblock
+from tutti_sglang.store.health import Health
+from tutti_sglang.store.superblock import Superblock
+from tutti_sglang.units import format_size
+
+T = TypeVar("T")
+
+DEFAULT_SHARE = 0.8
+"""max_size = 0 takes this much of what is free or already ours when the store opens."""
+
+
+@dataclass(slots=True)
+class Found:
+    """One of `storage_dirs` as it was at opening: its superblock if it has one, or why it cannot be used."""
+
+    path: str
+    fd: int = -1
+    block: Superblock | None = None
+    problem: str = ""
+
+    @property
+    def on_root(self) -> bool:
+        """Whether it lies on the root file system: then an empty one may be a mount point without its mount."""
+        return self.fd >= 0 and os.fstat(self.fd).st_dev == os.stat("/").st_dev
+
+
+@dataclass
+class Drive:
+    """A drive in use. `limit`: bytes that segments may take on it; `direct`: O_DIRECT works, else `why_buffered` says
+    why not."""
+
+    ordinal: int
+    path: str
+    segments: int
+    direct: bool
+    why_buffered: str
+    min_free: int
+    limit: int = 0
+    reads: Health = field(default_factory=Health)
+    writes: Health = field(default_factory=Health)
+    _identity: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self._identity = directory.identity(self.path, superblock.NAME)
+
+    def free(self) -> int:
+        """Bytes that the file system would still give to us."""
+        status = os.fstatvfs(self.segments)
+        return status.f_bavail * status.f_frsize
+
+    def room(self, used: int) -> int:
+        """Bytes of new segments that fit, where `used` bytes of segments are there already; negative when there are
+        too many."""
+        return min(self.limit - used, self.free() - self.min_free)
+
+    def present(self) -> bool:
+        """False once its directory was deleted or another one stands in its place."""
+        return self._identity is not None and directory.identity(self.path, superblock.NAME) == self._identity
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self.segments)
+
+    def describe(self, used: int) -> str:
+        """`0 /mnt/nvme0: 3GiB of 200GiB, O_DIRECT`."""
+        how = "O_DIRECT" if self.direct else f"page cache ({self.why_buffered})"
+        return f"{self.ordinal} {self.path}: {format_size(used)} of {format_size(self.limit)}, {how}"
+
+
+@dataclass
+class Scan:
+    """All of `storage_dirs` and what their superblocks agree on. `store` is empty where none has one yet."""
+
+    found: list[Found]
+    store: str = ""
+    segment_size: int = 0
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for each in self.found:
+            if each.fd >= 0:
+                os.close(each.fd)
+
+
+def scan(config: Config) -> Scan:
+    """Look at each of `storage_dirs`. ForeignStoreError, StoreError; a dead drive is only noted."""
+    result = Scan([], segment_size=config.segment_size)
+    try:
+        for path in config.storage_dirs:
+            result.found.append(_look(path))
+        _agree(result)
+    except BaseException:
+        result.close()
+        raise
+    return result
+
+
+def join(found: Scan, store: str, known: dict[int, str], config: Config) -> list[Drive]:
+    """Bring the drives into use; the empty ones get a superblock and the next ordinals. The caller holds the store's
+    lock.
+
+    `known`: each ordinal the index has seen → its path, with a `/` at the end where it was a file system of its own.
+    """
+    blocks = [each.block for each in found.found if each.block]
+    ordinal = max([-1, *known, *(block.drive for block in blocks)]) + 1
+    drives = []
+    for each in found.found:
+        if each.fd >= 0 and each.block is None and each.on_root and each.path + "/" in known.values():
+            each.problem = "it was a file system of its own and is now an empty directory: is it mounted?"
+        if each.fd < 0 or each.problem:
+            continue
+        block = each.block or Superblock(
+            format=superblock.FORMAT, store=store, drive=ordinal, segment_size=found.segment_size
+        )
+        drive = _guarded(each, partial(_open, each, block, config))
+        if drive:
+            drives.append(drive)
+            ordinal = max(ordinal, drive.ordinal + 1)
+    if not drives:
+        raise StoreError(
+            "None of storage_dirs can be used: " + "; ".join(f"{each.path}: {each.problem}" for each in found.found),
+            "Run: tutti doctor",
+        )
+    return drives
+
+
+def set_limits(drives: list[Drive], used: dict[int, int], config: Config, needed: int) -> None:
+    """Fix each drive's `limit`. CapacityError when none of them has segments or `needed` bytes of room for one."""
+    for drive in drives:
+        own = used.get(drive.ordinal, 0)
+        drive.limit = config.max_size or int(DEFAULT_SHARE * (own + drive.free()))
+    if not any(used.values()) and all(drive.room(0) < needed for drive in drives):
+        shown = ", ".join(f"{drive.path}: {format_size(drive.free())} free" for drive in drives)
+        raise CapacityError(
+            f"No room for even one segment of {format_size(needed)} beside min_free_space = "
+            f"{format_size(config.min_free_space)} ({shown})",
+            "Free some space, lower min_free_space or segment_size, or name a larger drive",
+        )
+
+
+def registry(drives: list[Drive]) -> dict[int, str]:
+    """What `join` wants to know next time about each drive in use."""
+    root = os.stat("/").st_dev
+    return {each.ordinal: each.path + ("" if os.fstat(each.segments).st_dev == root else "/") for each in drives}
+
+
+def new_store_id() -> str:
+    """A random store id, 32 hex digits."""
+    return uuid.uuid4().hex
+
+
+def _look(path: str) -> Found:
+    found = Found(path)
+
+    def look() -> None:
+        found.fd = directory.open_directory(path)
+        found.block = superblock.read(found.fd, path)
+        if found.block is None:
+            directory.refuse_foreign(found.fd, path)
+
+    _guarded(found, look)
+    return found
+
+
+def _guarded(found: Found, action: Callable[[], T]) -> T | None:
+    """Do it; a dead drive is noted in `found.problem` and answered with None. StoreError."""
+    try:
+        return action()
+    except StoreError:
+        raise
+    except OSError as error:
+        if error.errno not in directory.GONE:
+            raise StoreError(
+                f"{found.path} cannot be used ({error.strerror})",
+                f"Check that user {os.geteuid()} may write there: ls -ld {found.path}",
+            ) from error
+        found.problem = os.strerror(error.errno or 0)
+        return None
+
+
+def _agree(result: Scan) -> None:
+    seen: dict[int, str] = {}
+    for each in result.found:
+        if each.block is None:
+            continue
+        result.store = result.store or each.block.store
+        result.segment_size = each.block.segment_size
+        if each.block.store != result.store:
+            raise ForeignStoreError(
+                f"{each.path} belongs to another store than {next(iter(seen.values()))}",
+                "Use drives of one store together; to make it join this one, empty the directory",
+            )
+        if each.block.drive in seen:
+            raise ForeignStoreError(
+                f"{each.path} is a copy of {seen[each.block.drive]}: both are drive {each.block.drive} of one store",
+                "Empty one of the two",
+            )
+        seen[each.block.drive] = each.path
+    if len({each.block.segment_size for each in result.found if each.block}) > 1:
+        raise ForeignStoreError("The superblocks of storage_dirs name different segment sizes", "Empty the newer ones")
+
+
+def _open(found: Found, block: Superblock, config: Config) -> Drive:
+    if found.block is None:
+        superblock.write(found.fd, block)
+    segments = directory.open_subdirectory(found.fd, directory.SEGMENTS)
+    try:
+        direct, why = probe.choose(segments, config.direct_io, found.path)
+    except BaseException:
+        os.close(segments)
+        raise
+    return Drive(block.drive, found.path, segments, direct, why, config.min_free_space)

@@ -1,0 +1,102 @@
+"""A get: from staging what was accepted here, the rest from the drives between two looks into the index."""
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_sglang import memory
+from tutti_sglang.engine.batch import IoClass
+from tutti_sglang.memory import Addresses
+from tutti_sglang.store.keys import some, split
+from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, LATE, PERMANENT, UNOPENED, Codes
+from tutti_sglang.store.parts import Parts
+from tutti_sglang.store.plan import tensor_addresses
+from tutti_sglang.store.reader import Reader, Request
+from tutti_sglang.store.sight import Flags, Sight, look
+from tutti_sglang.store.slots import segments_of
+from tutti_sglang.store.space import Space
+
+Which = npt.NDArray[np.int64]
+_REASONS = {CORRUPT: "checksum", CHANGED: "changed", EXPIRED: "grace", LATE: "deadline"}
+
+
+class Getter:
+    """Thread safe."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._reader = Reader(parts)
+
+    def get(self, space: Space, keys: bytes, rows: Addresses, deadline: float) -> Flags:
+        """(n,) whether the object's bytes are in its rows; rows of the others hold anything. StoreError, OSError."""
+        names = split(keys)
+        good = np.zeros(len(names), dtype=np.bool_)
+        entered = self._parts.accepted.enter(space.id, names)
+        try:
+            if len(entered.which):
+                source = tensor_addresses(entered.base, space.strides)
+                memory.copy_rows(rows[entered.which], source, space.sizes)
+                good[entered.which] = True
+        finally:
+            self._parts.accepted.leave(entered)
+        rest = np.flatnonzero(~good)
+        if len(rest):
+            good[rest] = self._from_drives(space, some(keys, rest), rows[rest], deadline)
+        self._count(space, good, len(entered.which))
+        return good
+
+    def _from_drives(self, space: Space, keys: bytes, rows: Addresses, deadline: float) -> Flags:
+        parts, grace = self._parts, self._parts.config.grace_seconds
+        with parts.owners.reading(parts.index.last_epoch, grace) as read:
+            first = look(parts, space, keys)
+            which = np.flatnonzero(first.readable)
+            found = np.full(len(first.records), GOOD, dtype=np.int32)
+            if len(which):
+                found[which] = self._read(space, first, which, rows, deadline)
+                # A slot may have been given to another object between the look and the read.
+                second = parts.index.lookup(space.id, keys).records
+                found[which[second[which] != first.records[which]]] = CHANGED
+            if read.expired(grace):
+                found[which] = EXPIRED
+        self._judge(space, keys, first, found)
+        return np.asarray(first.readable & (found == GOOD))
+
+    def _read(self, space: Space, sight: Sight, which: Which, rows: Addresses, deadline: float) -> Codes:
+        found = np.full(len(which), UNOPENED, dtype=np.int32)
+        slots = sight.slots[which]
+        with self._parts.segments.use(np.unique(segments_of(slots)).tolist()) as geometries:
+            opened = np.flatnonzero(np.isin(segments_of(slots), list(geometries)))
+            request = Request(
+                space,
+                slots[opened],
+                sight.records["root"][which[opened]],
+                rows[which[opened]],
+                geometries,
+                IoClass.DEMAND,
+                deadline,
+            )
+            found[opened] = self._reader.read(request)
+        return found
+
+    def _judge(self, space: Space, keys: bytes, sight: Sight, found: Codes) -> None:
+        """Count what was not delivered, and stop claiming it: for good where it is spoiled, for a while where a drive
+        failed."""
+        self._parts.metrics.add("tutti_missed_objects", int((~sight.readable).sum()), reason="absent")
+        if not found.any():
+            return
+        names = split(keys)
+        for code in np.unique(found[found != GOOD]).tolist():
+            which = np.flatnonzero(found == code)
+            self._parts.metrics.add("tutti_missed_objects", len(which), reason=_REASONS.get(code, "io"))
+            mine = [names[each] for each in which.tolist()]
+            if code in PERMANENT:
+                self._parts.doubts.condemn(space.id, mine, sight.slots[which])
+            elif code not in _REASONS:
+                self._parts.doubts.hide(space.id, mine)
+        if (found == CORRUPT).any():
+            self._parts.ledger.corrupt(int((found == CORRUPT).sum()))
+
+    def _count(self, space: Space, good: Flags, staged: int) -> None:
+        delivered = int(good.sum())
+        self._parts.metrics.add("tutti_hit_objects", staged, tier="staging")
+        self._parts.metrics.add("tutti_hit_objects", delivered - staged, tier="drive")
+        self._parts.metrics.add("tutti_bytes", delivered * space.payload, op="read")

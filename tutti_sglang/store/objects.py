@@ -1,0 +1,193 @@
+"""The object store: put, get and lookup of pages, for any number of namespaces, shared by all processes that open
+it."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from tutti_sglang.config import Config
+from tutti_sglang.engine.base import Engine
+from tutti_sglang.errors import CapacityError, StoreError
+from tutti_sglang.memory import Addresses
+from tutti_sglang.metrics import Metrics, process_metrics
+from tutti_sglang.store.accepted import SHARE
+from tutti_sglang.store.getting import Getter
+from tutti_sglang.store.growth import Growth
+from tutti_sglang.store.keys import count, split
+from tutti_sglang.store.namespace import Namespace
+from tutti_sglang.store.opening import close_parts, open_parts
+from tutti_sglang.store.publisher import Publisher
+from tutti_sglang.store.putting import Putter
+from tutti_sglang.store.room import Room
+from tutti_sglang.store.sight import Flags, claim, look
+from tutti_sglang.store.space import Space
+from tutti_sglang.store.upkeep import Upkeep
+from tutti_sglang.store.writer import Writer
+from tutti_sglang.units import format_size
+
+T = TypeVar("T")
+
+
+class StoreStats(NamedTuple):
+    """Of the whole store: bytes of segments and what they may grow to, objects and free slots as of the last half
+    second.
+    Of this process: accepted objects, bytes of staging they fill, drives in service."""
+
+    segment_bytes: int
+    capacity: int
+    objects: int
+    free_slots: int
+    accepted: int
+    accepted_bytes: int
+    drives: int
+    drives_in_service: int
+
+
+class ObjectStore:
+    """Thread safe, not fork safe. After opening, no call raises for I/O or stays beyond its deadline: what cannot be
+    had is
+    a miss, what cannot be stored is refused. Deadlines are time.monotonic() seconds; `keys` are n × 32 bytes; `rows`
+    are
+    (n, T) addresses of the T tensors of each object, as long as the namespace says."""
+
+    def __init__(self, config: Config, *, metrics: Metrics | None = None, engine: Engine | None = None) -> None:
+        """Open or create. `engine`: instead of the one that `config` asks for; it is closed with the store. StoreError,
+        ForeignStoreError, CapacityError, EngineError."""
+        self._pid = os.getpid()
+        self._parts = open_parts(config, metrics or process_metrics(), engine)
+        self._growth = Growth(self._parts)
+        self._room = Room(self._parts, self._growth)
+        self._publisher = Publisher(self._parts, self._room)
+        self._upkeep = Upkeep(self._parts, self._room, self._growth, self._publisher)
+        self._getter = Getter(self._parts)
+        self._putter = Putter(self._parts)
+        self._writer = Writer(self._parts, self._room, self._publisher, self._upkeep.tick)
+        self._closed = False
+        self._upkeep.reclaim()
+        self._writer.start()
+
+    def attach(self, namespace: Namespace) -> int:
+        """The number of the namespace in this store. CapacityError when not one object of it could be stored;
+        StoreError."""
+        self._check_process()
+        space = Space(self._parts.index.namespace_id(namespace), namespace.tensors)
+        if space.object_size > SHARE * self._parts.staging.size:
+            raise CapacityError(
+                f"One page takes {format_size(space.object_size)}, too much for staging_size = "
+                f"{format_size(self._parts.config.staging_size)}",
+                "Raise staging_size, or choose a smaller --page-size",
+            )
+        self._growth.check_fits(space)
+        self._parts.spaces[space.id] = space
+        return space.id
+
+    def lookup(self, ns: int, keys: bytes) -> Flags:
+        """(n,) which objects a get would find now. Waits for no writer and no drive."""
+
+        def act() -> Flags:
+            space = self._parts.spaces[ns]
+            accepted = self._parts.accepted.contains(ns, split(keys)) if len(self._parts.accepted) else False
+            return accepted | claim(self._parts, space, keys, look(self._parts, space, keys))
+
+        return self._guard("lookup", act, np.zeros(count(keys), dtype=np.bool_))
+
+    def get(self, ns: int, keys: bytes, rows: Addresses, deadline: float) -> Flags:
+        """(n,) whether the object lies in its rows now, byte for byte as it was put. The rows of the others hold
+        anything; none
+        is touched after this returned."""
+        return self._guard(
+            "get",
+            lambda: self._getter.get(self._parts.spaces[ns], keys, rows, deadline),
+            np.zeros(count(keys), dtype=np.bool_),
+        )
+
+    def put(self, ns: int, keys: bytes, rows: Addresses, deadline: float, *, depth: int = 0) -> Flags:
+        """(n,) whether the object is stored, or accepted: served from memory of this process and written soon.
+        `depth`: pages
+        before the first of these in its prefix. Rows are not touched after this returned."""
+        return self._guard(
+            "put",
+            lambda: self._putter.put(self._parts.spaces[ns], keys, rows, deadline, depth),
+            np.zeros(count(keys), dtype=np.bool_),
+        )
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until what was accepted is stored (or lost); False after `timeout` seconds."""
+        return self._guard("drain", lambda: self._parts.accepted.drain(time.monotonic() + timeout), False)
+
+    def clear(self, ns: int) -> int:
+        """Remove all objects of the namespace; how many they were."""
+
+        def act() -> int:
+            with self._publisher.commit:
+                gone = self._parts.accepted.clear(ns)
+            return gone + self._parts.index.clear(ns)
+
+        return self._guard("clear", act, 0)
+
+    def stats(self) -> StoreStats:
+        """Figures that cost nothing to tell."""
+        parts, usage, used = self._parts, self._upkeep.usage, self._parts.segments.used()
+        return StoreStats(
+            segment_bytes=sum(used.values()),
+            capacity=sum(drive.limit for drive in parts.drives.values()),
+            objects=usage.used,
+            free_slots=usage.free + usage.settling,
+            accepted=len(parts.accepted),
+            accepted_bytes=parts.accepted.size,
+            drives=len(parts.drives),
+            drives_in_service=sum(each.reads.in_service and each.writes.in_service for each in parts.drives.values()),
+        )
+
+    def describe(self) -> str:
+        """One honest line: drives, capacity, how they are driven and why not better."""
+        parts, used = self._parts, self._parts.segments.used()
+        drives = "; ".join(each.describe(used.get(number, 0)) for number, each in parts.drives.items())
+        config = parts.config
+        return (
+            f"{drives} | index {config.index_path} | engine {parts.engine.name} ({parts.engine_note}) | checksum "
+            f"{config.checksum}, fsync {config.fsync}, segments of {format_size(parts.segments.segment_size)}, staging "
+            f"{format_size(parts.staging.size)}"
+        )
+
+    def close(self, timeout: float = 9.0) -> bool:
+        """Write what was accepted, then give everything back; False when that was not finished within `timeout`
+        seconds.
+        Idempotent."""
+        if self._closed or os.getpid() != self._pid:
+            return True
+        self._closed = True
+        deadline = time.monotonic() + timeout
+        written = self._writer.stop(deadline)
+        return self._guard("close", lambda: self._leave(deadline), False, closing=True) and written
+
+    def _leave(self, deadline: float) -> bool:
+        try:
+            self._room.leave()
+        except StoreError as error:  # the next one to open the store reclaims them
+            self._parts.reporter.warn("leave", str(error))
+        return close_parts(self._parts, deadline)
+
+    def _guard(self, call: str, act: Callable[[], T], otherwise: T, closing: bool = False) -> T:
+        """What SGLang sees of an exception is `otherwise`."""
+        self._check_process()
+        if self._closed and not closing:
+            return otherwise
+        try:
+            return act()
+        except (StoreError, OSError) as error:
+            self._parts.reporter.warn(f"{call} {type(error).__name__}", f"{call}: {error}")
+        except Exception:  # noqa: BLE001
+            self._parts.metrics.add("tutti_call_errors", call=call)
+            self._parts.reporter.failed(call)
+        return otherwise
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StoreError(
+                "The store was opened before fork(): its threads and locks belong to the parent process",
+                "Open the store in the process that uses it, or start processes with spawn",
+            )

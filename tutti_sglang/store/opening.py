@@ -1,0 +1,164 @@
+"""Opening a store: recognise the drives, open the index, see that both belong together, and put the parts together."""
+
+import contextlib
+import logging
+import os
+import time
+
+import msgspec
+
+from tutti_sglang.config import Config
+from tutti_sglang.engine.base import Engine
+from tutti_sglang.engine.staging import Staging
+from tutti_sglang.errors import ForeignStoreError, StoreError
+from tutti_sglang.metrics import Metrics
+from tutti_sglang.store import directory, drives
+from tutti_sglang.store.accepted import Accepted
+from tutti_sglang.store.doubts import Doubts
+from tutti_sglang.store.drives import Drive, Scan
+from tutti_sglang.store.growth import Growth
+from tutti_sglang.store.index import Index
+from tutti_sglang.store.locking import store_lock
+from tutti_sglang.store.outcome import Ledger
+from tutti_sglang.store.owners import Owners
+from tutti_sglang.store.parts import Parts
+from tutti_sglang.store.report import Reporter
+from tutti_sglang.store.segments import Segments
+from tutti_sglang.store.sums import SumFiles
+
+LOCK_TIMEOUT = 10.0
+_logger = logging.getLogger("tutti_sglang.store")
+
+
+def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -> Parts:
+    """Everything of an open store, or nothing. `engine`: instead of the one that `config` asks for. StoreError,
+    EngineError."""
+    with contextlib.ExitStack() as undo:
+        index_dir = _open_index_dir(config)
+        undo.callback(os.close, index_dir)
+        with store_lock(index_dir, LOCK_TIMEOUT) as held:
+            if not held:
+                raise StoreError(
+                    f"Another process has been opening the store at {config.index_path} for {LOCK_TIMEOUT:.0f}s",
+                    "Is one of its processes stopped? Look with: ps -eo pid,stat,cmd | grep ' T'",
+                )
+            index = Index(config.index_path / directory.INDEX, metrics)
+            undo.callback(index.close)
+            found, segment_size = _join_drives(config, index)
+            for drive in found:
+                undo.callback(drive.close)
+            staging = Staging(config.staging_size, metrics)
+            undo.callback(staging.close)
+            note = "given by the caller"
+            if engine is None:
+                from tutti_sglang.engine.select import create_engine
+
+                engine, note = create_engine(config, segment_size, staging, len(found), metrics)
+                undo.callback(engine.close, 0.0)
+            owners = Owners(config.index_path / directory.OWNERS)
+            undo.callback(owners.close)
+            sums = SumFiles(index_dir)
+            undo.callback(sums.close)
+            by_ordinal = {drive.ordinal: drive for drive in found}
+            reporter = Reporter(_logger)
+            parts = Parts(
+                config=config,
+                index_dir=index_dir,
+                index=index,
+                owners=owners,
+                drives=by_ordinal,
+                engine=engine,
+                engine_note=note,
+                staging=staging,
+                segments=Segments(index, found, engine, segment_size),
+                sums=sums,
+                metrics=metrics,
+                reporter=reporter,
+                ledger=Ledger(by_ordinal, metrics, reporter),
+                accepted=Accepted(staging),
+                doubts=Doubts(),
+            )
+            _take_stock(parts)
+        undo.pop_all()
+        return parts
+
+
+def close_parts(parts: Parts, deadline: float) -> bool:
+    """Give everything back. False when a drive still owes answers: then memory and files stay as they are."""
+    idle = parts.engine.close(max(0.0, deadline - time.monotonic()))
+    if idle:
+        parts.segments.close()
+        parts.staging.close()
+    parts.owners.close()
+    parts.index.close()
+    parts.sums.close()
+    for drive in parts.drives.values():
+        drive.close()
+    os.close(parts.index_dir)
+    return idle
+
+
+def _open_index_dir(config: Config) -> int:
+    path = str(config.index_path)
+    try:
+        fd = directory.open_directory(path)
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(
+            f"The index directory {path} cannot be used ({error.strerror})", "Set index_dir to another disk"
+        ) from error
+    try:
+        directory.refuse_foreign(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _join_drives(config: Config, index: Index) -> tuple[list[Drive], int]:
+    """The drives in use, and the store's segment size."""
+    scan = drives.scan(config)
+    try:
+        store = index.meta("store")
+        if store is None:
+            store = _adopt(scan, index, config)
+        elif scan.store not in ("", store):
+            raise ForeignStoreError(
+                f"The drives belong to another store than the index in {config.index_path}",
+                "Name the index_dir that goes with them, or empty them to let them join",
+            )
+        scan.segment_size = int(index.meta("segment_size") or scan.segment_size)
+        known = msgspec.json.decode(index.meta("drives") or "{}", type=dict[int, str])
+        joined = drives.join(scan, store, known, config)
+        index.set_meta("drives", msgspec.json.encode(known | drives.registry(joined)).decode())
+        for each in scan.found:
+            if each.problem:
+                _logger.warning("tutti: %s is left out: %s; what lies on it is a miss", each.path, each.problem)
+        return joined, scan.segment_size
+    finally:
+        scan.close()
+
+
+def _adopt(scan: Scan, index: Index, config: Config) -> str:
+    """A new index: of a new store, or of one whose index was lost."""
+    if scan.store:
+        _logger.warning("tutti: the index in %s is gone: the store starts empty", config.index_path)
+    store = scan.store or drives.new_store_id()
+    index.set_meta("segment_size", str(scan.segment_size))
+    index.set_meta("store", store)
+    return store
+
+
+def _take_stock(parts: Parts) -> None:
+    """Reconcile files and index, and fix what each drive may hold. The caller holds the lock. CapacityError,
+    StoreError."""
+    lost = Growth(parts).reconcile()
+    if lost:
+        _logger.warning("tutti: %d objects are gone: files of their segments are missing or were cut off", lost)
+    used = parts.segments.used()
+    drives.set_limits(list(parts.drives.values()), used, parts.config, parts.segments.segment_size)
+    for ordinal, drive in parts.drives.items():
+        parts.metrics.set("tutti_capacity_bytes", drive.limit, drive=str(ordinal))
+        parts.metrics.set("tutti_segment_bytes", used.get(ordinal, 0), drive=str(ordinal))
+        parts.ledger.show(drive)

@@ -1,0 +1,50 @@
+"""What an open store consists of; `opening.py` puts it together, everything else takes from it."""
+
+from dataclasses import dataclass, field
+
+from tutti_sglang.config import Config
+from tutti_sglang.engine.base import Engine
+from tutti_sglang.engine.staging import Staging
+from tutti_sglang.metrics import Metrics
+from tutti_sglang.store.accepted import Accepted
+from tutti_sglang.store.doubts import Doubts
+from tutti_sglang.store.drives import Drive
+from tutti_sglang.store.index import Index
+from tutti_sglang.store.outcome import Ledger
+from tutti_sglang.store.owners import Owners
+from tutti_sglang.store.report import Reporter
+from tutti_sglang.store.segments import Segments
+from tutti_sglang.store.space import Space
+from tutti_sglang.store.sums import SumFiles
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`index_dir`: descriptor of the index directory; `engine_note`: which engine, and why not a better one."""
+
+    config: Config
+    index_dir: int
+    index: Index
+    owners: Owners
+    drives: dict[int, Drive]
+    engine: Engine
+    engine_note: str
+    staging: Staging
+    segments: Segments
+    sums: SumFiles
+    metrics: Metrics
+    reporter: Reporter
+    ledger: Ledger
+    accepted: Accepted
+    doubts: Doubts
+    spaces: dict[int, Space] = field(default_factory=dict)
+
+    @property
+    def verifying(self) -> bool:
+        """Whether objects carry checksums and are compared with them."""
+        return self.config.checksum == "on"
+
+    @property
+    def syncing(self) -> bool:
+        """Whether data is on the disk before its record is published."""
+        return self.config.fsync != "none"

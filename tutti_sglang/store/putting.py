@@ -1,0 +1,72 @@
+"""A put: skip what is there, copy the rest into staging, and leave it to the writer."""
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_sglang import checksum, memory
+from tutti_sglang.checksum import Sums
+from tutti_sglang.memory import Addresses
+from tutti_sglang.store.accepted import Parcel
+from tutti_sglang.store.keys import split
+from tutti_sglang.store.parts import Parts
+from tutti_sglang.store.plan import object_addresses, tensor_addresses
+from tutti_sglang.store.sight import Flags, claim, look
+from tutti_sglang.store.space import Space
+
+PARCEL_BYTES = 8 << 20
+"""About what is copied into staging as one: it goes back as one."""
+
+Which = npt.NDArray[np.int64]
+
+
+class Putter:
+    """Thread safe."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def put(self, space: Space, keys: bytes, rows: Addresses, deadline: float, depth: int) -> Flags:
+        """(n,) whether the object is stored or accepted. `depth`: of the first key in its prefix."""
+        names = split(keys)
+        done = self._parts.accepted.contains(space.id, names)
+        done |= self._stored(space, keys, names)
+        self._parts.metrics.add("tutti_put_objects", int(done.sum()), outcome="exists")
+        todo = np.flatnonzero(~done)
+        step = max(1, min(PARCEL_BYTES, self._parts.staging.size // 16) // space.object_size)
+        for start in range(0, len(todo), step):
+            which = todo[start : start + step]
+            if not self._accept(space, [names[each] for each in which.tolist()], rows[which], which + depth, deadline):
+                break
+            done[which] = True
+        self._parts.metrics.add("tutti_put_objects", int((~done).sum()), outcome="refused")
+        return done
+
+    def _stored(self, space: Space, keys: bytes, names: list[bytes]) -> Flags:
+        """(n,) what need not be written. What is recorded and cannot be read now makes way for the new copy."""
+        sight = look(self._parts, space, keys)
+        stored = claim(self._parts, space, keys, sight)
+        stale = np.flatnonzero(sight.recorded & ~stored)
+        if len(stale):
+            self._parts.doubts.condemn(space.id, [names[each] for each in stale.tolist()], sight.slots[stale])
+        return stored
+
+    def _accept(self, space: Space, names: list[bytes], rows: Addresses, depth: Which, deadline: float) -> bool:
+        accepted = self._parts.accepted
+        extent = accepted.room(len(names) * space.object_size, deadline)
+        if extent is None:
+            return False
+        try:
+            base = object_addresses(extent.address, len(names), space.object_size)
+            sums = self._copy(space, tensor_addresses(base, space.strides), rows)
+            accepted.add(Parcel(space.id, names, base, sums, depth.astype(np.uint32), extent))
+        except BaseException:
+            accepted.refund(extent)
+            raise
+        self._parts.metrics.add("tutti_put_objects", len(names), outcome="accepted")
+        return True
+
+    def _copy(self, space: Space, target: Addresses, rows: Addresses) -> Sums:
+        if self._parts.verifying:
+            return checksum.copy_and_sum(target, rows, space.sizes)
+        memory.copy_rows(target, rows, space.sizes)
+        return np.zeros(rows.shape, dtype=np.uint64)

@@ -1,0 +1,245 @@
+"""The segments as this process sees them: their geometry, their open files, and which of them serve."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from tutti_sglang.engine.base import Engine
+from tutti_sglang.geometry import Geometry
+from tutti_sglang.store.allocation import SegmentRow
+from tutti_sglang.store.drives import Drive
+from tutti_sglang.store.index import Index
+
+SETTLED = 10.0
+"""Seconds after which a segment without its files is lost; until then its maker may still be renaming them."""
+
+
+def file_name(segment: int) -> str:
+    """`000042.seg`."""
+    return f"{segment:06d}.seg"
+
+
+@dataclass(slots=True)
+class Segment:
+    """One row of the index's table. `files`: the descriptor on each drive, usable when `open`, else still to be closed;
+    `users`: who relies on them now."""
+
+    row: SegmentRow
+    geometry: Geometry
+    files: dict[int, int] = field(default_factory=dict)
+    open: bool = False
+    users: int = 0
+    gone: bool = False
+
+
+class Segments:
+    """Thread safe. Files are opened at first use; the least recently used are closed when more than `files_max` are
+    open."""
+
+    def __init__(self, index: Index, drives: Iterable[Drive], engine: Engine, segment_size: int, files_max: int = 512):
+        self.drives = {drive.ordinal: drive for drive in drives}
+        self.segment_size = segment_size
+        self.lost: set[int] = set()
+        self._index = index
+        self._engine = engine
+        self._files_max = files_max
+        self._lock = threading.Lock()
+        self._table: dict[int, Segment] = {}
+        self._tensors: dict[int, tuple[int, ...]] = {}
+        self._recent: dict[int, None] = {}
+
+    def refresh(self) -> None:
+        """Read the index's table again: other processes make and drop segments too."""
+        rows = {row.id: row for row in self._index.segments()}
+        if {row.namespace for row in rows.values()} - self._tensors.keys():
+            self._tensors = {number: each.tensors for number, each in self._index.namespaces().items()}
+        with self._lock:
+            for number, row in rows.items():
+                known = self._table.get(number)
+                if known is None:
+                    self._table[number] = Segment(row, self.geometry_of(row))
+                else:
+                    known.row = row
+            gone = [number for number in self._table if number not in rows]
+            for number in gone:
+                self._table[number].gone = True
+        for number in gone:
+            if self._close(number):
+                self._table.pop(number, None)
+                self.lost.discard(number)
+
+    def geometry_of(self, row: SegmentRow) -> Geometry:
+        """The map of a segment of the table."""
+        tensors = self._tensors[row.namespace]
+        return Geometry(tensors, row.group, row.cycle, self.segment_size, row.stripe)
+
+    def rows(self) -> list[SegmentRow]:
+        """The table as of the last refresh."""
+        with self._lock:
+            return [each.row for each in self._table.values() if not each.gone]
+
+    def used(self) -> dict[int, int]:
+        """Drive ordinal → bytes of segments on it, as of the last refresh."""
+        total: dict[int, int] = {}
+        with self._lock:
+            for each in self._table.values():
+                for drive in set(each.row.cycle):
+                    total[drive] = total.get(drive, 0) + each.geometry.file_size(drive)
+        return total
+
+    def find(self, number: int) -> Segment | None:
+        """The segment, asking the index again when it is new here; None when there is none."""
+        if number not in self._table:
+            self.refresh()
+        found = self._table.get(number)
+        return None if found is None or found.gone else found
+
+    def readable(self, number: int) -> bool:
+        """Whether all of its drives serve reads, as far as is known without touching them."""
+        found = self.find(number)
+        return (
+            found is not None
+            and number not in self.lost
+            and all(drive in self.drives and self.drives[drive].reads.in_service for drive in found.row.cycle)
+        )
+
+    def writable(self, number: int) -> bool:
+        """Whether all of its drives serve writes."""
+        found = self.find(number)
+        return (
+            found is not None
+            and number not in self.lost
+            and all(drive in self.drives and self.drives[drive].writes.in_service for drive in found.row.cycle)
+        )
+
+    @contextlib.contextmanager
+    def use(self, numbers: Iterable[int]) -> Iterator[dict[int, Geometry]]:
+        """The geometry of those segments that could be opened; their files stay open until the end."""
+        held: dict[int, Segment] = {}
+        try:
+            for number in numbers:
+                found = self.find(number)
+                if found is not None and self._hold(found):
+                    held[number] = found
+            yield {number: each.geometry for number, each in held.items()}
+        finally:
+            with self._lock:
+                for each in held.values():
+                    each.users -= 1
+
+    def complete(self, number: int) -> bool:
+        """False when a drive of the segment is there and its file is not, or is too short."""
+        found = self.find(number)
+        assert found is not None
+        for ordinal in set(found.row.cycle) & self.drives.keys():
+            try:
+                status = os.stat(file_name(number), dir_fd=self.drives[ordinal].segments, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            if status.st_size < found.geometry.file_size(ordinal):
+                return False
+        return True
+
+    def beyond_end(self, drive: int, number: int, end: int) -> bool:
+        """Whether byte `end` of the segment's file on `drive` lies beyond it: it was cut off, and the drive is
+        innocent."""
+        with self._lock:
+            found = self._table.get(number)
+            fd = found.files.get(drive, -1) if found else -1
+            return fd >= 0 and os.fstat(fd).st_size < end
+
+    def sync(self, numbers: Iterable[int]) -> None:
+        """Bring the segments, which are in use, to the disk. OSError."""
+        for number in numbers:
+            for fd in list(self._table[number].files.values()):
+                os.fdatasync(fd)
+
+    def fall_back(self, ordinal: int, reason: str) -> None:
+        """The drive refuses direct I/O after all: go through the page cache from now on."""
+        drive = self.drives[ordinal]
+        with self._lock:
+            drive.direct, drive.why_buffered = False, reason
+            files = [each.files[ordinal] for each in self._table.values() if ordinal in each.files]
+            for fd in files:
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+    def close(self) -> None:
+        """Close all files; the engine is closed and idle."""
+        with self._lock:
+            for each in self._table.values():
+                for fd in each.files.values():
+                    os.close(fd)
+                each.files.clear()
+                each.gone, each.open = True, False
+
+    def _hold(self, segment: Segment) -> bool:
+        """Open the files unless they are, and count a user. False when one is missing."""
+        number = segment.row.id
+        with self._lock:
+            if segment.gone or not all(drive in self.drives for drive in segment.row.cycle):
+                return False
+            try:
+                if not segment.open:
+                    if not self._shut(segment):
+                        return False
+                    self._open(segment)
+            except OSError as error:
+                if error.errno == errno.ENOENT and time.time() - segment.row.created > SETTLED:
+                    self.lost.add(number)
+                return False
+            segment.users += 1
+            self._recent.pop(number, None)
+            self._recent[number] = None
+            surplus = list(self._recent)[: max(0, len(self._recent) - self._files_max)]
+        for each in surplus:
+            self._close(each)
+        return True
+
+    def _open(self, segment: Segment) -> None:
+        number = segment.row.id
+        try:
+            for ordinal in set(segment.row.cycle):
+                drive = self.drives[ordinal]
+                fd = _open_file(drive, number)
+                segment.files[ordinal] = fd
+                self._engine.attach(ordinal, number, fd)
+            segment.open = True
+        except BaseException:
+            self._shut(segment)
+            raise
+
+    def _close(self, number: int) -> bool:
+        """False when it is in use, or a drive still owes an answer."""
+        with self._lock:
+            segment = self._table.get(number)
+            if segment is None:
+                return True
+            if segment.users:
+                return False
+            closed = self._shut(segment)
+            if closed:
+                self._recent.pop(number, None)
+            return closed
+
+    def _shut(self, segment: Segment) -> bool:
+        segment.open = False
+        for ordinal, fd in list(segment.files.items()):
+            if self._engine.detach(ordinal, segment.row.id, 0):
+                os.close(fd)
+                del segment.files[ordinal]
+        return not segment.files
+
+
+def _open_file(drive: Drive, number: int) -> int:
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if drive.direct else 0)
+    try:
+        return os.open(file_name(number), os.O_RDWR | flags, dir_fd=drive.segments)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(file_name(number), os.O_RDONLY | flags, dir_fd=drive.segments)

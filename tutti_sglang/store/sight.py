@@ -1,0 +1,47 @@
+"""What the index says about keys, and what of it can be believed here and now."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_sglang.store.index import Records
+from tutti_sglang.store.keys import split
+from tutti_sglang.store.parts import Parts
+from tutti_sglang.store.slots import NO_SLOT, Slots, segments_of
+from tutti_sglang.store.space import Space
+
+Flags = npt.NDArray[np.bool_]
+"""(n,) one per key."""
+
+
+class Sight(NamedTuple):
+    """(n,) each. `recorded`: the index has it; `readable`: and all drives of its segment serve."""
+
+    records: Records
+    recorded: Flags
+    readable: Flags
+
+    @property
+    def slots(self) -> Slots:
+        """(n,)"""
+        return np.asarray(self.records["slot"].astype(np.int64))
+
+
+def look(parts: Parts, space: Space, keys: bytes) -> Sight:
+    """Ask the index. Never raises: what cannot be found out is not there."""
+    records = parts.index.lookup(space.id, keys).records
+    recorded = records["slot"] != NO_SLOT
+    readable = recorded.copy()
+    segments = segments_of(records["slot"].astype(np.int64))
+    for segment in np.unique(segments[recorded]).tolist():
+        if not parts.segments.readable(segment):
+            readable[segments == segment] = False
+    return Sight(records, recorded, readable)
+
+
+def claim(parts: Parts, space: Space, keys: bytes, sight: Sight) -> Flags:
+    """(n,) what a lookup may promise: readable, and not in doubt."""
+    if not parts.doubts.any or not sight.readable.any():
+        return sight.readable
+    return sight.readable & parts.doubts.claimed(space.id, split(keys))

@@ -1,0 +1,220 @@
+"""One thread that brings accepted objects to the drives: slots, write, publish. No error ends it."""
+
+import contextlib
+import errno
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_sglang.engine.batch import IN_PROGRESS, IoClass, Operation, Results, Ticket
+from tutti_sglang.geometry import Geometry
+from tutti_sglang.store.accepted import Cargo, Parcel
+from tutti_sglang.store.outcome import FULL, GOOD, UNANSWERED, Codes, codes
+from tutti_sglang.store.parts import Parts
+from tutti_sglang.store.plan import Plan, plan
+from tutti_sglang.store.publisher import Publisher
+from tutti_sglang.store.room import Room
+from tutti_sglang.store.slots import Slots, segments_of
+from tutti_sglang.store.space import Space
+
+LOAD_BYTES = 64 << 20
+"""About what is written and published at once."""
+LOADS_IN_FLIGHT = 2
+
+WRITE_SECONDS = 20.0
+"""A drive that has not answered a write by then is out of service, and the object is lost."""
+
+TICK_SECONDS = 0.5
+"""How often `upkeep` is called."""
+
+_AGAIN = [errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EINVAL, *FULL]
+"""Worth one more attempt."""
+
+_Which = npt.NDArray[np.int64]
+
+
+@dataclass
+class _Load:
+    """Objects of one namespace on their way. `held` keeps the files of their segments open."""
+
+    space: Space
+    parcels: list[Parcel]
+    cargo: Cargo
+    slots: Slots
+    geometries: dict[int, Geometry]
+    held: contextlib.ExitStack
+    deadline: float
+    plan: Plan
+    ticket: Ticket
+
+
+class Writer:
+    """Takes parcels from `parts.accepted` until `stop`."""
+
+    def __init__(self, parts: Parts, room: Room, publisher: Publisher, upkeep: Callable[[], None]) -> None:
+        self._parts = parts
+        self._room = room
+        self._publisher = publisher
+        self._upkeep = upkeep
+        self._flying: deque[_Load] = deque()
+        self._owed: list[tuple[Ticket, Slots]] = []
+        self._next_tick = 0.0
+        self._stop_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="tutti-writer", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, deadline: float) -> bool:
+        """Write what was accepted and end; False when that takes longer than until `deadline`."""
+        self._stop_at = deadline
+        self._parts.accepted.wake()
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._done():
+            try:
+                self._step()
+            except Exception:  # noqa: BLE001
+                self._parts.metrics.add("tutti_call_errors", call="writer")
+                self._parts.reporter.failed("the writer")
+                time.sleep(0.01)
+
+    def _done(self) -> bool:
+        if self._stop_at is None:
+            return False
+        idle = not self._flying and not self._parts.accepted.open
+        return idle or time.monotonic() >= self._stop_at
+
+    def _step(self) -> None:
+        if len(self._flying) < LOADS_IN_FLIGHT:
+            stopping = self._stop_at is not None
+            limit = 0 if self._parts.config.fsync == "each" else LOAD_BYTES
+            by_space: dict[int, list[Parcel]] = {}
+            for parcel in self._parts.accepted.take(limit, 0.0 if self._flying or stopping else TICK_SECONDS):
+                by_space.setdefault(parcel.namespace, []).append(parcel)
+            for namespace, parcels in by_space.items():
+                self._launch(self._parts.spaces[namespace], parcels)
+        if self._flying:
+            self._land(self._flying.popleft())
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + TICK_SECONDS
+            self._sweep()
+            self._upkeep()
+
+    def _launch(self, space: Space, parcels: list[Parcel]) -> None:
+        """Start writing; whatever goes wrong, the parcels end."""
+        cargo = Cargo.of(parcels)
+        slots = np.empty(0, dtype=np.int64)
+        held = contextlib.ExitStack()
+        try:
+            slots = self._room.take(space, len(cargo.keys))
+            geometries = held.enter_context(self._parts.segments.use(np.unique(segments_of(slots)).tolist()))
+            openable = np.isin(segments_of(slots), list(geometries))
+            self._room.give_back(slots[~openable])
+            slots = slots[openable]
+            self._lost("no room", len(cargo.keys) - len(slots))
+            cargo = cargo.some(np.arange(len(slots)))
+            if not len(slots):
+                held.close()
+                self._finish(parcels, [])
+                return
+            planned = plan(geometries, slots, cargo.base, Operation.WRITE, IoClass.WRITE)
+            deadline = self._deadline()
+            ticket = self._parts.engine.submit(planned.batch, IoClass.WRITE, deadline, self._parts.staging)
+        except BaseException:
+            held.close()
+            self._lost("error", len(cargo.keys))
+            self._finish(parcels, [])
+            self._room.give_back(slots)
+            raise
+        self._flying.append(_Load(space, parcels, cargo, slots, geometries, held, deadline, planned, ticket))
+
+    def _land(self, load: _Load) -> None:
+        """Wait for the writes and publish what arrived; whatever goes wrong, the parcels end."""
+        found = np.full(len(load.slots), UNANSWERED, dtype=np.int32)
+        tickets = [load.ticket]
+        published = np.zeros(len(load.slots), dtype=np.bool_)
+        try:
+            found = self._wait(load, load.plan, load.ticket)
+            again = np.flatnonzero(np.isin(found, _AGAIN))
+            if len(again):
+                found[again] = self._again(load, again, found[again], tickets)
+            good = np.flatnonzero(found == GOOD)
+            if len(good):
+                published[good] = self._publisher.publish(load.space, load.cargo.some(good), load.slots[good])
+        finally:
+            load.held.close()
+            self._close(load, found, tickets, published)
+
+    def _again(self, load: _Load, which: _Which, found: Codes, tickets: list[Ticket]) -> Codes:
+        """One more attempt at objects that failed, after what can be done about the cause."""
+        if np.isin(found, list(FULL)).any():
+            self._room.relieve(load.space)
+        planned = plan(load.geometries, load.slots[which], load.cargo.base[which], Operation.WRITE, IoClass.WRITE)
+        ticket = self._parts.engine.submit(planned.batch, IoClass.WRITE, self._deadline(), self._parts.staging)
+        tickets.append(ticket)
+        return self._wait(load, planned, ticket)
+
+    def _wait(self, load: _Load, planned: Plan, ticket: Ticket) -> Codes:
+        results: Results = self._parts.engine.wait(ticket, max(0.0, self._deadline(load.deadline) - time.monotonic()))
+        if (results == IN_PROGRESS).any():
+            self._parts.engine.cancel(ticket)
+            results = self._parts.engine.wait(ticket, 0)
+        self._parts.ledger.book(planned, results, Operation.WRITE)
+        self._leave_direct_io(planned, results)
+        return codes(planned, results, int(planned.owner.max(initial=-1)) + 1)
+
+    def _leave_direct_io(self, planned: Plan, results: Results) -> None:
+        """A file system may take O_DIRECT at first and refuse it later."""
+        for ordinal in np.unique(planned.batch["drive"][results == -errno.EINVAL]).tolist():
+            if self._parts.drives[ordinal].direct:
+                self._parts.segments.fall_back(ordinal, "a write with O_DIRECT was refused later on")
+
+    def _close(self, load: _Load, found: Codes, tickets: list[Ticket], published: npt.NDArray[np.bool_]) -> None:
+        hung = found == UNANSWERED
+        failed = ~hung & (found != GOOD)
+        self._lost("write failed", int((hung | failed).sum()))
+        self._parts.metrics.add("tutti_put_objects", int(published.sum()), outcome="stored")
+        self._parts.metrics.add("tutti_bytes", int(published.sum()) * load.space.payload, op="write")
+        if hung.any():
+            self._owed.append((tickets[-1], load.slots[hung]))
+        owing = set(load.cargo.owner[hung].tolist())
+        self._finish(load.parcels, [tickets[-1] if number in owing else None for number in range(len(load.parcels))])
+        self._room.give_back(load.slots[failed])
+
+    def _finish(self, parcels: list[Parcel], owed: list[Ticket | None]) -> None:
+        for number, parcel in enumerate(parcels):
+            self._parts.accepted.finish(parcel, self._parts.engine, owed[number] if owed else None)
+
+    def _sweep(self) -> None:
+        """Slots whose late writes have come back can be used again."""
+        still: list[tuple[Ticket, Slots]] = []
+        for ticket, slots in self._owed:
+            if (self._parts.engine.wait(ticket, 0) == IN_PROGRESS).any():
+                still.append((ticket, slots))
+            else:
+                self._room.give_back(slots)
+        self._owed = still
+
+    def _deadline(self, latest: float | None = None) -> float:
+        limits = [time.monotonic() + WRITE_SECONDS if latest is None else latest]
+        return min(limits + ([self._stop_at] if self._stop_at is not None else []))
+
+    def _lost(self, reason: str, objects: int) -> None:
+        """Objects that were accepted and are gone: later misses."""
+        if objects:
+            self._parts.metrics.add("tutti_put_objects", objects, outcome="lost")
+            self._parts.reporter.warn(f"lost {reason}", f"{objects} accepted objects were not stored: {reason}")
