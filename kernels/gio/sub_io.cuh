@@ -1,0 +1,223 @@
+// One sub-I/O from IOCTX to result: a piece of at most MDTS bytes, moved by one NVMe command. On a GPU each thread is one; on the CPU a thread
+// steps many.
+#pragma once
+
+#include "queue.cuh"
+
+namespace tutti::gio {
+
+GIO_FUNCTION Iocb& iocb_of(const Context& c, u32 iocb) { return reinterpret_cast<Iocb*>(c.iocbs)[iocb]; }
+
+GIO_FUNCTION u32 pieces_of(u32 length, u32 mdts) { return length ? (length - 1) / mdts + 1 : 1; }
+
+// Accounts for one piece of an IOCTX; the last piece writes the result, the last IOCTX completes the IOCB. `code` 0 = success.
+GIO_FUNCTION void finish_piece(const Context& c, u32 ring, u32 index, u32 pieces, u32 code) {
+    Iocb& iocb = iocb_of(c, ring);
+    IocbWork& work = reinterpret_cast<IocbWork*>(c.works)[ring];
+    LocalRef<u32> done(work.done[index]);
+    if (code) {
+        u32 seen = done.load(relaxed);
+        while (!(seen >> 16) && !done.compare_exchange_weak(seen, seen | code << 16, relaxed, relaxed)) {}
+    }
+    // Acquire and release, here and below: the last one inherits what all others did, so that the completion stands for every byte moved.
+    u32 before = done.fetch_add(1, acq_rel);
+    if ((before & 0xffff) + 1 < pieces) return;
+    code = before >> 16;
+    done.store(0, relaxed);
+    // Read before we count as finished: after that another thread may complete the IOCB, and the host write its next use into it.
+    u32 count = iocb.count;
+    Ioctx& context = iocb.contexts[index];
+    iocb.status[index] = static_cast<u16>(code);
+    i32 result = code ? -errno_of(code) : static_cast<i32>(context.length);
+    // Release at system scope: the host may read a result before its IOCB is complete, when a neighbour's command is lost.
+    SystemRef<i32>(context.result).store(result, release);
+    if (code) LocalRef<u32>(work.errors).fetch_add(1, relaxed);
+    LocalRef<u32> finished(work.finished);
+    if (finished.fetch_add(1, acq_rel) + 1 < count) return;
+    Completion& completion = reinterpret_cast<Completion*>(c.completions)[ring];
+    completion.errors = LocalRef<u32>(work.errors).exchange(0, relaxed);
+    finished.store(0, relaxed);
+    // Release at system scope: the host that sees the serial sees all results and all data, and may use the IOCB again.
+    SystemRef<u64>(completion.serial).store(iocb.serial, release);
+}
+
+// Finishes pieces whose sub-I/O gave up waiting.
+class FinishLate {
+public:
+    GIO_FUNCTION explicit FinishLate(const Context& c) : context_(c) {}
+    GIO_FUNCTION void operator()(u32 ring, u32 index, u32 status) const {
+        const Ioctx& io = iocb_of(context_, ring).contexts[index];
+        u32 mdts = reinterpret_cast<const Drive*>(context_.drives)[io.drive].mdts;
+        finish_piece(context_, ring, index, pieces_of(io.length, mdts), status);
+    }
+
+private:
+    const Context& context_;
+};
+
+enum class Step : u32 { claiming, polling, finished, late };
+
+class SubIo {
+public:
+    // Sub-I/O `piece` of IOCB `ring`. `lane` spreads sub-I/Os over queue pairs; `start` is when the IOCB was issued.
+    GIO_FUNCTION void begin(const Context& c, u32 ring, u32 piece, u32 lane, u64 start) {
+        const Iocb& iocb = iocb_of(c, ring);
+        u32 map = iocb.map[piece];
+        ring_ = ring;
+        index_ = map & (kIocbContexts - 1);
+        lane_ = lane;
+        start_ = start;
+        pieces_ = 1;
+        state_ = Step::claiming;
+        u32 code = prepare(c, iocb.contexts[index_], map >> kContextBits);
+        if (code) finish(c, code);
+    }
+
+    GIO_FUNCTION Step state() const { return state_; }
+
+    // One step ahead; never waits. A sub-I/O that is `finished` or `late` needs no more steps.
+    GIO_FUNCTION Step step(const Context& c) {
+        if (state_ == Step::claiming) claim(c);
+        else if (state_ == Step::polling) poll(c);
+        return state_;
+    }
+
+private:
+    GIO_FUNCTION const Drive& drive(const Context& c) const { return reinterpret_cast<const Drive*>(c.drives)[drive_]; }
+    GIO_FUNCTION const QueuePair& queue(const Context& c) const {
+        const Drive& d = drive(c);
+        return reinterpret_cast<const QueuePair*>(d.queues)[lane_ % d.queue_count];
+    }
+
+    // Checks the piece and finds its blocks and its bytes; a code of ours if it must not reach the drive.
+    GIO_FUNCTION u32 prepare(const Context& c, const Ioctx& io, u32 piece) {
+        drive_ = io.drive;
+        operation_ = io.operation;
+        if (drive_ >= c.drive_count) return kBadRange;
+        const Drive& d = drive(c);
+        if (operation_ == kFlush) {
+            length_ = 0;
+            return 0;
+        }
+        u64 block = 1ull << d.block_shift;
+        if (operation_ > kFlush || io.length == 0 || (io.offset | io.length) & (block - 1)) return kBadRequest;
+        pieces_ = pieces_of(io.length, d.mdts);
+        u64 from = static_cast<u64>(piece) * d.mdts;
+        length_ = io.length - from < d.mdts ? static_cast<u32>(io.length - from) : d.mdts;
+        u64 first = (io.offset + from) >> d.block_shift;
+        if (first >= d.blocks || (length_ >> d.block_shift) > d.blocks - first) return kBadRange;
+        lba_ = d.first_block + first;
+        u64 address = io.address + from;
+        auto* regions = reinterpret_cast<const MappedRegion*>(c.regions);
+        for (region_ = 0; region_ < c.region_count; ++region_) {
+            u64 place = address - regions[region_].address;
+            if (place < regions[region_].size && length_ <= regions[region_].size - place) {
+                bus_ = regions[region_].bus + place;
+                return 0;
+            }
+        }
+        return kBadAddress;
+    }
+
+    GIO_FUNCTION void claim(const Context& c) {
+        const Iocb& iocb = iocb_of(c, ring_);
+        // Relaxed: a request to stop, nothing is read because of it.
+        if (SystemRef<u32>(const_cast<u32&>(iocb.cancel)).load(relaxed)) return finish(c, kCancelled);
+        const QueuePair& q = queue(c);
+        i32 cid = claim_command(q, lane_);
+        if (cid < 0) {
+            if (now_ns() - start_ > iocb.claim_ns) return finish(c, kNoSlot);
+            sweep(q, FinishLate(c));
+            ++lane_;  // the next queue pair may have room
+            return;
+        }
+        Sqe sqe{};
+        sqe.opcode = operation_ == kRead ? kNvmeRead : operation_ == kWrite ? kNvmeWrite : kNvmeFlush;
+        sqe.cid = static_cast<u16>(cid);
+        sqe.nsid = drive(c).nsid;
+        if (length_) {
+            const MappedRegion& region = reinterpret_cast<const MappedRegion*>(c.regions)[region_];
+            if (!set_data(sqe, region, bus_, length_, drive(c).sgl)) {
+                free_command(q, static_cast<u32>(cid));
+                return finish(c, kBadAddress);
+            }
+            sqe.lba = lba_;
+            sqe.cdw12 = (length_ >> drive(c).block_shift) - 1;
+        }
+        Command& command = state_of(q).commands[cid];
+        command.iocb = ring_;
+        command.context = index_;
+        // Release: iocb and context, for the sweep that finds this command late.
+        LocalRef<u32>(command.word).store(kPending, release);
+        cid_ = static_cast<u32>(cid);
+        submitted_ = now_ns();
+        state_ = Step::polling;
+        submit(q, sqe);
+    }
+
+    GIO_FUNCTION void poll(const Context& c) {
+        const QueuePair& q = queue(c);
+        LocalRef<u32> word(state_of(q).commands[cid_].word);
+        // Acquire: the data and the CQE behind the status. Pairs with the exchange in sweep.
+        u32 seen = word.load(acquire);
+        if (!(seen & kDone)) {
+            sweep(q, FinishLate(c));
+            if (now_ns() - submitted_ <= iocb_of(c, ring_).poll_ns) return;
+            // The command, its identifier and its memory stay the controller's. Whoever sweeps its CQE, in whichever IOCB, finishes the piece.
+            LocalRef<u32>(state_of(q).late).fetch_add(1, relaxed);
+            seen = kPending;
+            if (word.compare_exchange_strong(seen, kLate, acq_rel, acquire)) {
+                state_ = Step::late;
+                return;
+            }
+            LocalRef<u32>(state_of(q).late).fetch_sub(1, relaxed);  // it came at the last moment
+        }
+        word.store(kIdle, relaxed);
+        free_command(q, cid_);
+        finish(c, seen & ~static_cast<u32>(kDone));
+    }
+
+    GIO_FUNCTION void finish(const Context& c, u32 code) {
+        finish_piece(c, ring_, index_, pieces_, code);
+        state_ = Step::finished;
+    }
+
+    u64 start_, submitted_, lba_, bus_;
+    u32 ring_, index_, lane_, pieces_, drive_, length_, region_, cid_;
+    u8 operation_;
+    Step state_;
+};
+
+// Steps one sub-I/O to its end: what a GPU thread does.
+GIO_FUNCTION void run_sub_io(const Context& c, u32 ring, u32 piece, u32 lane) {
+    SubIo io;
+    io.begin(c, ring, piece, lane, now_ns());
+    Backoff backoff;
+    for (Step step = io.step(c); step < Step::finished; step = io.step(c)) backoff.pause();
+}
+
+// Takes what has arrived for commands that nobody waits for: one thread per queue pair. Returns how many are still out.
+GIO_FUNCTION u32 reap(const Context& c, const QueuePair& q) {
+    sweep(q, FinishLate(c));
+    return LocalRef<u32>(state_of(q).late).load(relaxed);
+}
+
+// After the controller was reset: ends every command of the queue pair with `status`, and makes the pair as new. Nothing else may run on it.
+GIO_FUNCTION void abort_all(const Context& c, const QueuePair& q, u32 status) {
+    QueueState& state = state_of(q);
+    u32 entries = 1u << q.log_entries;
+    for (u32 cid = 0; cid < entries - 1; ++cid) {
+        Command& command = state.commands[cid];
+        if (command.word == kIdle) continue;
+        command.word = kIdle;
+        FinishLate{c}(command.iocb, command.context, status);
+    }
+    for (u32 i = 0; i < entries; ++i) {
+        state.ready[i] = 0;
+        reinterpret_cast<Cqe*>(q.cq)[i].last = 0;
+    }
+    for (u32& word : state.in_use) word = 0;
+    state.next = state.tail = state.head = state.late = 0;
+}
+
+}  // namespace tutti::gio
