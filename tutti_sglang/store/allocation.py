@@ -1,6 +1,7 @@
 """Who holds which slot: segments, free slots, leases. The index is the only authority, whatever process dies where."""
 
 import time
+from collections.abc import Collection
 from sqlite3 import Connection
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ _BITS = """
 """
 _RICHEST = _BITS.format(f"""
     select segment, bits from free join segments on segments.id = segment
-    where free.namespace = ? and count > 0 and state = 'active' order by count desc limit {_SEGMENTS_PER_LEASE}
+    where free.namespace = ? and count > 0 and state = 'active' and segment not in (select value from json_each(?))
+    order by count desc limit {_SEGMENTS_PER_LEASE}
 """)
 _NAMED = _BITS.format("select segment, bits from free where segment in (select value from json_each(?))")
 _SET_BITS = """
@@ -132,15 +134,16 @@ class Allocation(Database):
             connection.execute("delete from segments where id = ?", (segment,))
         return gone
 
-    def lease(self, owner: str, namespace: int, want: int, oldest_epoch: int) -> Ranges:
+    def lease(self, owner: str, namespace: int, want: int, oldest_epoch: int, avoid: Collection[int] = ()) -> Ranges:
         """(m, 2) ranges of about `want` slots that now belong to `owner`, fewer (0, 2) where there are not so many.
 
-        `oldest_epoch` comes from `Owners.oldest_epoch`: slots freed later than that are not touched yet. StoreError.
+        `avoid`: segments that `owner` cannot write to. `oldest_epoch` comes from `Owners.oldest_epoch`: slots freed
+        later than that are not touched yet. StoreError.
         """
         with self._transaction("lease") as connection:
             _settle(connection, oldest_epoch)
             taken, changed = [], []
-            for bits in _load(connection, _RICHEST, namespace):
+            for bits in _load(connection, _RICHEST, namespace, msgspec.json.encode(list(avoid)).decode()):
                 numbers = numbering.choose(bits.free, bits.group, want)
                 bits.free[numbers] = False
                 changed.append(bits)
@@ -206,8 +209,8 @@ def _settle(connection: Connection, oldest_epoch: int) -> None:
     connection.execute("delete from settling where slot in (select value from json_each(?))", (json_list(slots),))
 
 
-def _load(connection: Connection, query: str, value: Any) -> list[_Bits]:
-    (text,) = connection.execute(query, (value,)).fetchone()
+def _load(connection: Connection, query: str, *values: Any) -> list[_Bits]:
+    (text,) = connection.execute(query, values).fetchone()
     return [_parse(*row.split(" ")) for row in text.split(",")] if text else []
 
 
