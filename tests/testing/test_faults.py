@@ -18,7 +18,6 @@ from tutti_sglang.testing.faults import (
     Fault,
     FaultPlan,
     FaultySystem,
-    head,
 )
 
 BLOCKS = 4096
@@ -71,13 +70,6 @@ def test_packed_says_the_same_in_72_bytes() -> None:
     assert (packed["seed"][0], packed["begin"][0], packed["end"][0], packed["drive"][0]) == (4, BLOCK, 1 << 63, 2)
     assert (packed["error"][0], packed["delay_us"][0], packed["operations"][0]) == (errno.ENOSPC, 500_000, 3)
     assert packed["gate"][0] == plan.gate.word.ctypes.data
-
-
-def test_head_is_the_first_bytes_of_the_memory() -> None:
-    pieces = iovecs(np.zeros(10, np.uint8), np.zeros(20, np.uint8), np.zeros(30, np.uint8))
-    assert head(pieces, 10).tolist() == pieces[:1].tolist()
-    assert head(pieces, 15)[:, 1].tolist() == [10, 5]
-    assert head(pieces, 99).tolist() == pieces.tolist()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,25 @@ class Place(NamedTuple):
         return self._replace(offset=self.offset + moved, drive_offset=self.drive_offset + moved)
 
 
+def head(iovecs: Iovecs, size: int) -> Iovecs:
+    """The first `size` bytes of the memory; all of it when there is less."""
+    before = np.cumsum(iovecs[:, 1]) - iovecs[:, 1]
+    kept = iovecs[before < size].copy()
+    kept[:, 1] = np.minimum(kept[:, 1], np.uint64(size) - before[: len(kept)])
+    return kept
+
+
+def tail(iovecs: Iovecs, size: int) -> Iovecs:
+    """The memory without its first `size` bytes."""
+    ends = np.cumsum(iovecs[:, 1])
+    kept = iovecs[ends > size].copy()
+    if len(kept):
+        begun = np.uint64(size) - (ends[-len(kept)] - kept[0, 1])
+        kept[0, 0] += begun
+        kept[0, 1] -= begun
+    return kept
+
+
 class Seam(Protocol):
     """What an engine asks of the system."""
 

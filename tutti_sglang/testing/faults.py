@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.engine.batch import Batch, Operation, Results
-from tutti_sglang.engine.system import SYSTEM, Iovecs, Place, Seam
+from tutti_sglang.engine.system import SYSTEM, Iovecs, Place, Seam, head
 
 BLOCK = 4096
 STALL_SECONDS = 60.0
@@ -164,12 +164,3 @@ class FaultySystem:
                 return int(block[:, 1].sum())
             case _:
                 return self._system.transfer(operation, place, block)
-
-
-def head(iovecs: Iovecs, size: int) -> Iovecs:
-    """The first `size` bytes of the memory; all of it when there is less."""
-    before = np.cumsum(iovecs[:, 1]) - iovecs[:, 1]
-    kept = iovecs[before < size].copy()
-    left = np.uint64(size) - before[: len(kept)]
-    kept[:, 1] = np.minimum(kept[:, 1], left)
-    return kept
