@@ -184,7 +184,7 @@ class Accepted:
     def withdraw(self, parcel: Parcel) -> None:
         """Serve the parcel's objects no longer: they are in the index now, or lost."""
         with self._changed:
-            for position, key in enumerate(parcel.keys):
+            for key in parcel.keys:
                 entry = self._map.get((parcel.namespace, key))
                 if entry is not None and entry[0] is parcel:
                     del self._map[parcel.namespace, key]

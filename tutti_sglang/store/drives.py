@@ -65,6 +65,11 @@ class Drive:
         too many."""
         return min(self.limit - used, self.free() - self.min_free)
 
+    @property
+    def serves(self) -> bool:
+        """Both reads and writes."""
+        return self.reads.in_service and self.writes.in_service
+
     def present(self) -> bool:
         """False once its directory was deleted or another one stands in its place."""
         return self._identity is not None and directory.identity(self.path, superblock.NAME) == self._identity
@@ -217,6 +222,7 @@ def _open(found: Found, block: Superblock, config: Config) -> Drive:
         superblock.write(found.fd, block)
     segments = directory.open_subdirectory(found.fd, directory.SEGMENTS)
     try:
+        probe.leave_check(segments)
         direct, why = probe.choose(segments, config.direct_io, found.path)
     except BaseException:
         os.close(segments)

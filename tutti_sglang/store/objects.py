@@ -139,7 +139,7 @@ class ObjectStore:
             accepted=len(parts.accepted),
             accepted_bytes=parts.accepted.size,
             drives=len(parts.drives),
-            drives_in_service=sum(each.reads.in_service and each.writes.in_service for each in parts.drives.values()),
+            drives_in_service=sum(each.serves for each in parts.drives.values()),
         )
 
     def describe(self) -> str:
@@ -174,7 +174,7 @@ class ObjectStore:
     def _guard(self, call: str, act: Callable[[], T], otherwise: T, closing: bool = False) -> T:
         """What SGLang sees of an exception is `otherwise`."""
         self._check_process()
-        if self._closed and not closing:
+        if (self._closed or self._parts.gone.is_set()) and not closing:
             return otherwise
         try:
             return act()

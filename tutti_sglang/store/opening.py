@@ -153,12 +153,13 @@ def _adopt(scan: Scan, index: Index, config: Config) -> str:
 def _take_stock(parts: Parts) -> None:
     """Reconcile files and index, and fix what each drive may hold. The caller holds the lock. CapacityError,
     StoreError."""
-    lost = Growth(parts).reconcile()
+    growth = Growth(parts)
+    lost = growth.reconcile()
     if lost:
         _logger.warning("tutti: %d objects are gone: files of their segments are missing or were cut off", lost)
     used = parts.segments.used()
     drives.set_limits(list(parts.drives.values()), used, parts.config, parts.segments.segment_size)
+    growth.shrink()
     for ordinal, drive in parts.drives.items():
         parts.metrics.set("tutti_capacity_bytes", drive.limit, drive=str(ordinal))
-        parts.metrics.set("tutti_segment_bytes", used.get(ordinal, 0), drive=str(ordinal))
         parts.ledger.show(drive)

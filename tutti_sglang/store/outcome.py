@@ -75,8 +75,16 @@ class Ledger:
 
     def show(self, drive: Drive) -> None:
         """Let the gauge say whether the drive serves."""
-        serves = drive.reads.in_service and drive.writes.in_service
-        self._metrics.set("tutti_drive_in_service", int(serves), drive=str(drive.ordinal))
+        self._metrics.set("tutti_drive_in_service", int(drive.serves), drive=str(drive.ordinal))
+
+    def refused(self, ordinal: int, operation: str, error: OSError) -> None:
+        """A drive would not do something with a whole file. Unless it is only full, nothing is written to it for a
+        while."""
+        drive, kind = self._drives[ordinal], errno.errorcode.get(error.errno or 0, str(error))
+        self._metrics.add("tutti_io_errors", drive=str(ordinal), op=operation, kind=kind)
+        self._reporter.warn(f"{operation} {kind} {ordinal}", f"{operation} failed on {drive.path}: {error}")
+        if error.errno not in FULL and drive.writes.hang(f"{operation}: {error.strerror}"):
+            self.show(drive)
 
     def _book_drive(self, ordinal: int, operation: Operation, failed: Results, total: int) -> None:
         drive, name = self._drives[ordinal], operation.name.lower()

@@ -1,5 +1,6 @@
 """What an open store consists of; `opening.py` puts it together, everything else takes from it."""
 
+import threading
 from dataclasses import dataclass, field
 
 from tutti_sglang.config import Config
@@ -20,7 +21,9 @@ from tutti_sglang.store.sums import SumFiles
 
 @dataclass(frozen=True)
 class Parts:
-    """`index_dir`: descriptor of the index directory; `engine_note`: which engine, and why not a better one."""
+    """`index_dir`: descriptor of the index directory; `engine_note`: which engine, and why not a better one;
+    `spaces`: by
+    number; `gone`: set once the index was deleted under us, and all there is left to do is to miss."""
 
     config: Config
     index_dir: int
@@ -38,6 +41,7 @@ class Parts:
     accepted: Accepted
     doubts: Doubts
     spaces: dict[int, Space] = field(default_factory=dict)
+    gone: threading.Event = field(default_factory=threading.Event)
 
     @property
     def verifying(self) -> bool:

@@ -4,10 +4,11 @@ import threading
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.slots import SlotLease, Slots
+from tutti_sglang.store.slots import SlotLease, Slots, segments_of
 from tutti_sglang.store.space import Space
 
 LEASE_SLOTS, LEASE_BYTES = 256, 64 << 20
@@ -15,6 +16,9 @@ LEASE_SLOTS, LEASE_BYTES = 256, 64 << 20
 
 SETTLE_SECONDS = 1.0
 """How long to wait for readers to leave evicted slots."""
+
+IDLE_SECONDS = 5.0
+"""A lease that was not used for so long goes back."""
 
 _POLL = 0.002
 
@@ -26,70 +30,75 @@ class Room:
         self._parts = parts
         self._growth = growth
         self._leases: dict[int, SlotLease] = {}
+        self._last_take = 0.0
         self._lock = threading.Lock()
         self._unwanted: list[Slots] = []
 
     def take(self, space: Space, count: int) -> Slots:
-        """(≤ count,) slots that belong to this process; fewer when the store is full and readers do not let go.
-        StoreError."""
+        """(≤ count,) slots that belong to this process and can be written to; fewer when the store is full and
+        readers do
+        not let go. StoreError."""
         lease = self._leases.setdefault(space.id, SlotLease())
-        deadline = time.monotonic() + SETTLE_SECONDS
+        self._last_take = time.monotonic()
+        taken = self._take_writable(lease, count)
         evicted = False
-        while lease.remaining < count:
-            missing = count - lease.remaining
-            if self._lease(space, lease, missing) or self._growth.add(space):
-                continue
-            if not evicted:
-                evicted = self._evict(space, missing) > 0
-                continue
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_POLL)
-        return lease.take(count)
+        while len(taken) < count and time.monotonic() < self._last_take + SETTLE_SECONDS:
+            missing = count - len(taken)
+            if not self._lease(space, lease, missing) and not self._growth.add(space):
+                if evicted:
+                    time.sleep(_POLL)
+                elif not self._growth.evict(space, missing):
+                    break
+                evicted = True
+            taken = np.concatenate([taken, self._take_writable(lease, missing)])
+        return taken
 
     def give_back(self, slots: Slots) -> None:
-        """Slots that were taken and hold nothing. What the index cannot take now is kept for `settle`."""
+        """Slots that were taken and hold nothing. What the index does not take now is kept for `settle`. StoreError."""
         if len(slots):
             with self._lock:
                 self._unwanted.append(slots)
         self.settle()
 
     def settle(self) -> None:
-        """Hand unwanted slots to the index."""
+        """Hand unwanted slots to the index. StoreError."""
         with self._lock:
-            if not self._unwanted:
-                return
-            slots = np.concatenate(self._unwanted)
-            self._parts.index.give_back(self._parts.owners.uuid, slots)
-            self._unwanted.clear()
+            if self._unwanted:
+                self._parts.index.give_back(self._parts.owners.uuid, np.concatenate(self._unwanted))
+                self._unwanted.clear()
+
+    def rest(self) -> None:
+        """Give leases back that nobody uses now. StoreError."""
+        if time.monotonic() > self._last_take + IDLE_SECONDS:
+            self.leave()
 
     def leave(self) -> None:
         """Give all leases back. StoreError."""
         for lease in self._leases.values():
-            self.give_back(lease.take_all())
+            if lease.remaining:
+                self.give_back(lease.take_all())
 
-    def oldest_epoch(self) -> int:
-        """Up to which epoch freed slots may be used again."""
-        return self._parts.owners.oldest_epoch(self._parts.index.epoch(), self._parts.config.grace_seconds)
+    def relieve(self) -> None:
+        """A file system is full although the space was ours (thin provisioning, copy on write): give some back.
+        StoreError."""
+        rows = [row.id for row in self._parts.segments.rows()]
+        if rows:
+            self._growth.drop(min(rows))
 
     def _lease(self, space: Space, lease: SlotLease, missing: int) -> bool:
+        index, owners = self._parts.index, self._parts.owners
         want = max(missing, min(LEASE_SLOTS, LEASE_BYTES // space.object_size))
-        granted = self._parts.index.lease(self._parts.owners.uuid, space.id, want, self.oldest_epoch())
-        lease.add(granted)
+        oldest = owners.oldest_epoch(index.epoch(), self._parts.config.grace_seconds)
+        granted = index.lease(owners.uuid, space.id, want, oldest, self._parts.segments.unwritable(space.id))
+        if len(granted):
+            lease.add(granted)
         return bool(len(granted))
 
-    def relieve(self, space: Space) -> None:
-        """A file system is full although the space was ours: give some back to it."""
-        self._evict_segment(space)
-
-    def _evict(self, space: Space, missing: int) -> int:
-        """Make about `missing` slots free in the namespace; how many objects went."""
-        return self._evict_segment(space)
-
-    def _evict_segment(self, space: Space) -> int:
-        """The oldest segment goes, of this namespace if it has any."""
-        rows = self._parts.segments.rows()
-        mine = [row.id for row in rows if row.namespace == space.id] or [row.id for row in rows]
-        gone = self._growth.drop(min(mine)) if mine else 0
-        self._parts.metrics.add("tutti_evicted_objects", gone)
-        return gone
+    def _take_writable(self, lease: SlotLease, count: int) -> Slots:
+        """Segments may have been dropped, and drives have failed, since the slots were leased."""
+        slots = lease.take(count)
+        segments = segments_of(slots)
+        bad = [each for each in np.unique(segments).tolist() if not self._parts.segments.writable(each)]
+        writable: npt.NDArray[np.bool_] = ~np.isin(segments, bad)
+        self.give_back(slots[~writable])
+        return slots[writable]

@@ -117,6 +117,15 @@ class Segments:
             and all(drive in self.drives and self.drives[drive].writes.in_service for drive in found.row.cycle)
         )
 
+    def idle(self, number: int) -> bool:
+        """Whether nobody in this process is reading or writing the segment."""
+        found = self._table.get(number)
+        return found is None or not found.users
+
+    def unwritable(self, namespace: int) -> list[int]:
+        """The segments of a namespace that are not `writable`."""
+        return [row.id for row in self.rows() if row.namespace == namespace and not self.writable(row.id)]
+
     @contextlib.contextmanager
     def use(self, numbers: Iterable[int]) -> Iterator[dict[int, Geometry]]:
         """The geometry of those segments that could be opened; their files stay open until the end."""
@@ -141,6 +150,8 @@ class Segments:
                 status = os.stat(file_name(number), dir_fd=self.drives[ordinal].segments, follow_symlinks=False)
             except FileNotFoundError:
                 return False
+            except OSError:
+                continue  # the drive has a problem, not the segment
             if status.st_size < found.geometry.file_size(ordinal):
                 return False
         return True
@@ -206,8 +217,12 @@ class Segments:
             for ordinal in set(segment.row.cycle):
                 drive = self.drives[ordinal]
                 fd = _open_file(drive, number)
+                try:
+                    self._engine.attach(ordinal, number, fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
                 segment.files[ordinal] = fd
-                self._engine.attach(ordinal, number, fd)
             segment.open = True
         except BaseException:
             self._shut(segment)

@@ -5,47 +5,49 @@ from collections.abc import Callable
 
 from tutti_sglang.errors import StoreError
 from tutti_sglang.store.allocation import Usage
+from tutti_sglang.store.directory import INDEX, identity
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.publisher import Publisher
+from tutti_sglang.store.revival import Revival
 from tutti_sglang.store.room import Room
 
-SLOW_SECONDS = 5.0
-"""How often what concerns other processes is looked at."""
+SLOW_SECONDS = 2.0
+"""How often what other processes did is looked at."""
+
+SHRINK_SECONDS = 10.0
+"""Time for all processes to close a dropped segment, so that its space shows as free before another one is dropped."""
 
 
 class Upkeep:
     """`tick` is called about twice a second; each duty is tried each time, whatever became of the others."""
 
     def __init__(self, parts: Parts, room: Room, growth: Growth, publisher: Publisher) -> None:
+        self.usage = Usage(0, 0, 0, 0, 0)
         self._parts = parts
         self._room = room
         self._growth = growth
         self._publisher = publisher
-        self._next_slow = time.monotonic() + SLOW_SECONDS
-        self.usage = Usage(0, 0, 0, 0, 0)
+        self._revival = Revival(parts)
+        self._index_file = identity(str(parts.config.index_path), INDEX)
+        self._next_slow = self._next_shrink = time.monotonic()
 
     def tick(self) -> None:
         """Do what is due."""
-        duties: list[Callable[[], object]] = [self._publisher.clean, self._room.settle, self.drop_lost, self.count]
-        if time.monotonic() >= self._next_slow:
-            self._next_slow = time.monotonic() + SLOW_SECONDS
-            duties += [self.reclaim, self._parts.segments.refresh]
+        duties: list[Callable[[], object]] = [self._notice_deletion, self._revival.tick]
+        if not self._parts.gone.is_set():
+            duties += [self._publisher.clean, self._room.settle, self._room.rest, self._drop_lost, self._count]
+            if time.monotonic() >= self._next_slow:
+                self._next_slow = time.monotonic() + SLOW_SECONDS
+                duties += [self.reclaim, self._parts.segments.refresh, self._make_space]
         for duty in duties:
             try:
                 duty()
-            except StoreError as error:
-                self._parts.reporter.warn(f"upkeep {duty}", str(error))
-
-    def drop_lost(self) -> None:
-        """Segments whose files were deleted under us."""
-        for number in list(self._parts.segments.lost):
-            gone = self._growth.drop(number)
-            self._parts.segments.lost.discard(number)
-            self._parts.reporter.warn("lost segment", f"A segment file was deleted; {gone} objects went with it")
+            except (StoreError, OSError) as error:
+                self._parts.reporter.warn(f"upkeep {type(error).__name__}", str(error))
 
     def reclaim(self) -> int:
-        """Free what dead owners held; how many slots."""
+        """Free what dead owners held; how many slots. StoreError, OSError."""
         owners, index = self._parts.owners, self._parts.index
         count = 0
         for name in set(owners.dead()) | (index.lessees() - set(owners.live())):
@@ -53,6 +55,32 @@ class Upkeep:
             owners.remove(name)
         return count
 
-    def count(self) -> None:
-        """Slots by state, for `stats`."""
+    def _notice_deletion(self) -> None:
+        """Whoever deletes the index of a running store gets a store that only misses; it stays so until it is opened
+        again."""
+        parts = self._parts
+        if not parts.gone.is_set() and identity(str(parts.config.index_path), INDEX) != self._index_file:
+            parts.gone.set()
+            where = parts.config.index_path
+            parts.reporter.warn("gone", f"The index in {where} was deleted: nothing is cached until a restart")
+
+    def _drop_lost(self) -> None:
+        """Segments whose files were deleted under us."""
+        for number in list(self._parts.segments.lost):
+            gone = self._growth.drop(number)
+            self._parts.segments.lost.discard(number)
+            self._parts.reporter.warn("lost segment", f"A segment's file was deleted; {gone} objects went with it")
+
+    def _make_space(self) -> None:
+        """Others need the disk: give a segment back when less than min_free_space is left."""
+        if time.monotonic() >= self._next_shrink:
+            gone = self._growth.yield_space()
+            if gone is not None:
+                self._next_shrink = time.monotonic() + SHRINK_SECONDS
+                self._parts.reporter.warn("yield", f"A disk is nearly full: {gone} objects made way (min_free_space)")
+
+    def _count(self) -> None:
+        """Figures for `stats` and gauges."""
         self.usage = self._parts.index.usage()
+        for ordinal, used in self._parts.segments.used().items():
+            self._parts.metrics.set("tutti_segment_bytes", used, drive=str(ordinal))

@@ -162,7 +162,7 @@ class Writer:
     def _again(self, load: _Load, which: _Which, found: Codes, tickets: list[Ticket]) -> Codes:
         """One more attempt at objects that failed, after what can be done about the cause."""
         if np.isin(found, list(FULL)).any():
-            self._room.relieve(load.space)
+            self._room.relieve()
         planned = plan(load.geometries, load.slots[which], load.cargo.base[which], Operation.WRITE, IoClass.WRITE)
         ticket = self._parts.engine.submit(planned.batch, IoClass.WRITE, self._deadline(), self._parts.staging)
         tickets.append(ticket)
