@@ -9,6 +9,7 @@ import pytest
 from tutti_sglang.engine import Engine, IoClass, Operation
 from tutti_sglang.engine.system import SYSTEM, Iovecs, Place, Seam
 from tutti_sglang.engine.threads import ThreadsEngine
+from tutti_sglang.memory import Region
 from tutti_sglang.testing.engine_case import PATIENCE, run
 from tutti_sglang.testing.engine_suite import EngineSuite
 from tutti_sglang.testing.faults import EVERY_BLOCK, Fault, FaultPlan, FaultySystem
@@ -28,8 +29,8 @@ class Recorder:
 
 
 class TestThreadsEngine(EngineSuite):
-    def create(self, *, segment_size: int, depth: int, max_io: int, plan: FaultPlan | None) -> Engine:
-        return ThreadsEngine(segment_size, depth, max_io, FaultySystem(plan) if plan else SYSTEM)
+    def create(self, memory: Region, *, depth: int, max_io: int, plan: FaultPlan | None = None) -> Engine:
+        return ThreadsEngine(SEGMENT, depth, max_io, FaultySystem(plan) if plan else SYSTEM)
 
     @pytest.fixture
     def recorder(self, rig: Rig):

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from tutti_sglang.engine.batch import IN_PROGRESS, Batch, IoClass, Results, Ticket
 from tutti_sglang.engine.transfers import Transfer
-from tutti_sglang.errors import EngineError
 
 
 class Job(Ticket):
@@ -91,8 +90,7 @@ class DriveQueue:
     def attach(self, segment: int, fd: int) -> None:
         """Transfers of `segment` go to `fd` from now on."""
         with self._lock:
-            if segment in self._files:
-                raise EngineError(f"Segment {segment} has a file already", "Detach it first")
+            assert segment not in self._files, f"segment {segment} has a file already"
             self._files[segment] = File(fd)
 
     def detach(self, segment: int, timeout: float) -> bool:

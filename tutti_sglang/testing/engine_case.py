@@ -8,8 +8,9 @@ import pytest
 
 from tutti_sglang.engine.base import Engine
 from tutti_sglang.engine.batch import Batch, IoClass, Results
+from tutti_sglang.memory import Region
 from tutti_sglang.testing.faults import FaultPlan
-from tutti_sglang.testing.rig import BLOCK, SEGMENT, Rig
+from tutti_sglang.testing.rig import BLOCK, Rig
 
 PATIENCE = 60.0
 """Seconds that something which must happen may take on a busy machine; nothing is asserted on time."""
@@ -20,8 +21,9 @@ Start = Callable[..., Engine]
 class EngineCase:
     """Subclasses say how an engine is made."""
 
-    def create(self, *, segment_size: int, depth: int, max_io: int, plan: FaultPlan | None) -> Engine:
-        """An engine with at most `depth` transfers in flight per drive and, where there is a plan, its faults."""
+    def create(self, memory: Region, *, depth: int, max_io: int, plan: FaultPlan | None = None) -> Engine:
+        """An engine for segments of SEGMENT bytes, with at most `depth` transfers in flight per drive and, where there
+        is a plan, its faults. `memory` is where most of the I/O goes: an engine may register it."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -37,7 +39,7 @@ class EngineCase:
         made: list[tuple[Engine, FaultPlan | None]] = []
 
         def start(*, depth: int = 4, max_io: int = 256 << 10, plan: FaultPlan | None = None) -> Engine:
-            engine = self.create(segment_size=SEGMENT, depth=depth, max_io=max_io, plan=plan)
+            engine = self.create(rig.region, depth=depth, max_io=max_io, plan=plan)
             made.append((engine, plan))
             rig.attach(engine)
             return engine

@@ -29,7 +29,7 @@ class EngineResults(EngineCase):
             rig = Rig(tmp_path, drives=3, flags=os.O_DIRECT if direct else 0)
         except OSError as error:
             pytest.skip(f"{tmp_path} refuses O_DIRECT: {error}")
-        engine = self.create(segment_size=SEGMENT, depth=4, max_io=64 << 10, plan=None)
+        engine = self.create(rig.region, depth=4, max_io=64 << 10)
         rig.attach(engine)
         drives, offsets = rig.blocks(np.random.default_rng(1), 1200)
         batch = rig.batch(offsets, drives=drives)
@@ -45,7 +45,7 @@ class EngineResults(EngineCase):
             rig = Rig(tmp_path, flags=os.O_DIRECT if direct else 0)
         except OSError as error:
             pytest.skip(f"{tmp_path} refuses O_DIRECT: {error}")
-        engine = self.create(segment_size=SEGMENT, depth=4, max_io=64 << 10, plan=None)
+        engine = self.create(rig.region, depth=4, max_io=64 << 10)
         rig.attach(engine)
         rng = np.random.default_rng(2)
         rig.memory[:] = rng.integers(256, size=MEMORY, dtype=np.uint8)
