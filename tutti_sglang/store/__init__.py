@@ -2,5 +2,6 @@
 
 from tutti_sglang.store.namespace import Namespace
 from tutti_sglang.store.objects import ObjectStore, StoreStats
+from tutti_sglang.store.verify import VerifyReport
 
-__all__ = ["Namespace", "ObjectStore", "StoreStats"]
+__all__ = ["Namespace", "ObjectStore", "StoreStats", "VerifyReport"]

@@ -24,7 +24,7 @@ class Getter:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._reader = Reader(parts)
+        self._reader = Reader(parts, parts.verifying)
 
     def get(self, space: Space, keys: bytes, rows: Addresses, deadline: float) -> Flags:
         """(n,) whether the object's bytes are in its rows; rows of the others hold anything. StoreError, OSError."""

@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tutti_sglang.errors import CapacityError
 from tutti_sglang.geometry import Geometry, group_size
@@ -45,7 +45,7 @@ class Growth:
     def add(self, space: Space) -> bool:
         """One more segment for the namespace; False when there is no room for one, or it could not be made.
         StoreError."""
-        with store_lock(self._parts.index_dir, LOCK_TIMEOUT) as held:
+        with self.locked() as held:
             if not held:
                 return False
             self._segments.refresh()
@@ -80,7 +80,7 @@ class Growth:
     def drop(self, number: int) -> int | None:
         """Take a segment away with all that is in it; how many objects went, None when it could not be done now. Who is
         reading it is not disturbed. StoreError."""
-        with store_lock(self._parts.index_dir, LOCK_TIMEOUT) as held:
+        with self.locked() as held:
             return self._drop(number) if held else None
 
     def shrink(self) -> int:
@@ -102,20 +102,37 @@ class Growth:
                 return self.drop(min(rows))
         return None
 
-    def reconcile(self) -> int:
-        """Remove what no process uses: drafts, files without a row, rows without their files. How many objects were
-        lost.
-        The caller holds the store's lock. StoreError."""
-        self._segments.refresh()
+    def orphans(self) -> list[tuple[int, str]]:
+        """Drive ordinals and names of files that belong to no segment: drafts, and what a crash between two steps left.
+        The caller holds the store's lock."""
         rows = {row.id: row for row in self._segments.rows()}
+        found = []
         for ordinal, drive in self._parts.drives.items():
             mine = {file_name(number) for number, row in rows.items() if ordinal in row.cycle}
             for name in set(self._names(drive)) - mine:
                 if name.startswith((_DRAFT, PREFIX)) or _SEGMENT.fullmatch(name):
-                    self._remove({ordinal: name})
-        for number in self._parts.sums.segments() - rows.keys():
+                    found.append((ordinal, name))
+        return found
+
+    def incomplete(self) -> list[int]:
+        """Segments that lack a file on a drive that is there, or have one that is too short."""
+        return [row.id for row in self._segments.rows() if not self._segments.complete(row.id)]
+
+    def reconcile(self) -> int:
+        """Remove orphans and incomplete segments; how many objects were lost with these. The caller holds the store's
+        lock. StoreError."""
+        self._segments.refresh()
+        for ordinal, name in self.orphans():
+            self._remove({ordinal: name})
+        for number in self._parts.sums.segments() - {row.id for row in self._segments.rows()}:
             self._parts.sums.drop(number)
-        return sum(self._drop(number) for number in rows if not self._segments.complete(number))
+        return sum(self._drop(number) for number in self.incomplete())
+
+    @contextlib.contextmanager
+    def locked(self, timeout: float = LOCK_TIMEOUT) -> Iterator[bool]:
+        """Hold the store's lock; False when it could not be had."""
+        with store_lock(self._parts.index_dir, timeout) as held:
+            yield held
 
     def _names(self, drive: Drive) -> list[str]:
         try:

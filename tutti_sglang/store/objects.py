@@ -25,6 +25,7 @@ from tutti_sglang.store.room import Room
 from tutti_sglang.store.sight import Flags, claim, look
 from tutti_sglang.store.space import Space
 from tutti_sglang.store.upkeep import Upkeep
+from tutti_sglang.store.verify import Verifier, VerifyReport
 from tutti_sglang.store.writer import Writer
 from tutti_sglang.units import format_size
 
@@ -127,6 +128,12 @@ class ObjectStore:
             return gone + self._parts.index.clear(ns)
 
         return self._guard("clear", act, 0)
+
+    def verify(self, repair: bool = False, ns: int | None = None) -> VerifyReport:
+        """Read and compare every object of the namespace, or of all and the accounts too. Takes as long as reading the
+        drives takes. With `repair`, what is wrong is removed or made again. StoreError."""
+        self._check_process()
+        return Verifier(self._parts, self._growth, repair).run(ns)
 
     def stats(self) -> StoreStats:
         """Figures that cost nothing to tell."""
