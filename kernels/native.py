@@ -1,12 +1,12 @@
 """Finds the native host library; without it, pure Python does the same work more slowly."""
 
 import ctypes
-from ctypes import c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import c_int, c_int64, c_size_t, c_uint, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI = 1
+ABI = 2
 """`kAbi` of kernels/host/abi.hpp: a library built from other sources than these is not used."""
 
 _PATTERN = "_host*.so"
@@ -17,14 +17,30 @@ _LONG: dict[str, _Signature] = {
     "tutti_copy_rows": (None, (c_void_p, c_void_p, c_void_p, c_size_t, c_size_t)),
     "tutti_copy_and_sum": (None, (c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_void_p)),
     "tutti_sums": (None, (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p)),
+    "tutti_engine_open": (c_void_p, (c_void_p,)),
+    "tutti_engine_attach": (c_int, (c_void_p, c_uint16, c_uint32, c_int)),
+    "tutti_engine_detach": (c_int, (c_void_p, c_uint16, c_uint32, c_int64)),
+    "tutti_engine_wait": (c_int, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "tutti_engine_close": (c_int, (c_void_p, c_int64)),
 }
 """Functions that move bytes or wait: the GIL is free meanwhile."""
 
 _SHORT: dict[str, _Signature] = {
     "tutti_roots": (None, (c_void_p, c_size_t, c_size_t, c_void_p)),
     "tutti_xxh3": (c_uint64, (c_void_p, c_size_t)),
+    "tutti_uring_probe": (c_int, ()),
+    "tutti_engine_refused": (c_int, (c_void_p,)),
+    "tutti_engine_registered": (c_uint64, (c_void_p,)),
+    "tutti_engine_submit": (c_void_p, (c_void_p, c_void_p, c_size_t, c_uint, c_int64)),
+    "tutti_engine_poll": (c_int, (c_void_p, c_void_p, c_void_p)),
+    "tutti_engine_cancel": (None, (c_void_p, c_void_p)),
+    "tutti_engine_counters": (None, (c_void_p, c_void_p)),
+    "tutti_engine_free": (None, (c_void_p,)),
+    "tutti_ticket_done": (c_int, (c_void_p,)),
+    "tutti_ticket_release": (None, (c_void_p,)),
 }
-"""Functions of a few µs. They keep the GIL: beside a busy Python thread, whoever gives it away waits up to a switch interval (5 ms) for it."""
+"""Functions of a few µs. They keep the GIL: beside a busy Python thread, who gives it away waits up to a switch
+interval (5 ms) to get it back."""
 
 
 @cache

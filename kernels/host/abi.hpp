@@ -7,9 +7,79 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 /// Raised with every change of a signature or structure below; kernels/native.py refuses another number.
-constexpr std::uint32_t kAbi = 1;
+constexpr std::uint32_t kAbi = 2;
 
 TUTTI_API std::uint32_t tutti_abi() noexcept;
+
+/// IOCTX_DTYPE of tutti_sglang/engine/batch.py.
+struct tutti_ioctx {
+    std::uint64_t address, offset;
+    std::uint32_t length;
+    std::int32_t result;
+    std::uint16_t drive;
+    std::uint8_t operation, klass;
+    std::uint32_t tag;
+};
+static_assert(sizeof(tutti_ioctx) == 32);
+
+/// PACKED_DTYPE of tutti_sglang/testing/faults.py, which says what it means.
+struct tutti_faults {
+    std::uint64_t seed, begin, end;
+    const std::uint32_t *gate;
+    std::uint32_t rates[6], drive, operations;
+    std::int32_t error;
+    std::uint32_t delay_us;
+};
+static_assert(sizeof(tutti_faults) == 72);
+
+struct tutti_options {
+    std::uint64_t segment_size;                   // bytes
+    std::uint64_t staging_address, staging_size;  // memory worth registering; size 0: none
+    std::uint32_t max_io;                         // bytes of one transfer
+    std::uint32_t queue_depth;                    // transfers in flight per drive
+    std::uint32_t workers;                        // threads per drive where io_uring is refused
+    std::uint32_t pool;                           // 1: do not even try io_uring
+    const tutti_faults *faults;                   // null: none
+};
+
+struct tutti_counters {
+    std::uint64_t contexts, transfers, bytes, resumed, retried;
+};
+
+// engine.cpp. Times are nanoseconds, points in time those of CLOCK_MONOTONIC.
+
+struct tutti_engine;
+struct tutti_ticket;
+
+/// 0, or the errno with which io_uring is refused on this machine.
+TUTTI_API int tutti_uring_probe() noexcept;
+/// Never null; threads and rings start with the first file of a drive.
+TUTTI_API tutti_engine *tutti_engine_open(const tutti_options *options) noexcept;
+/// 0 while io_uring is in use; else the errno that made the thread pool take over, of the probe or of some drive.
+TUTTI_API int tutti_engine_refused(tutti_engine *engine) noexcept;
+/// Staging memory that the drives accepted as registered, in bytes, of the drive that has most.
+TUTTI_API std::uint64_t tutti_engine_registered(tutti_engine *engine) noexcept;
+/// 0, -EEXIST or -ESHUTDOWN.
+TUTTI_API int tutti_engine_attach(tutti_engine *engine, std::uint16_t drive, std::uint32_t segment, int fd) noexcept;
+/// 1, or 0 when a transfer has not ended in time.
+TUTTI_API int tutti_engine_detach(tutti_engine *engine, std::uint16_t drive, std::uint32_t segment, std::int64_t timeout) noexcept;
+/// Null after close. The contexts are copied.
+TUTTI_API tutti_ticket *tutti_engine_submit(tutti_engine *engine, const tutti_ioctx *contexts, std::size_t n, unsigned klass,
+                                            std::int64_t deadline) noexcept;
+/// Results to `out` (n,). 1 when all are final.
+TUTTI_API int tutti_engine_wait(tutti_engine *engine, tutti_ticket *ticket, std::int64_t timeout, std::int32_t *out) noexcept;
+/// The same without waiting.
+TUTTI_API int tutti_engine_poll(tutti_engine *engine, tutti_ticket *ticket, std::int32_t *out) noexcept;
+TUTTI_API int tutti_ticket_done(tutti_ticket *ticket) noexcept;
+TUTTI_API void tutti_engine_cancel(tutti_engine *engine, tutti_ticket *ticket) noexcept;
+/// The caller has no more use for the ticket; its transfers go on.
+TUTTI_API void tutti_ticket_release(tutti_ticket *ticket) noexcept;
+/// 1, or 0 when transfers are still in flight: their threads stay until these end.
+TUTTI_API int tutti_engine_close(tutti_engine *engine, std::int64_t timeout) noexcept;
+/// After close only.
+TUTTI_API void tutti_engine_free(tutti_engine *engine) noexcept;
+/// The sum over all drives.
+TUTTI_API void tutti_engine_counters(tutti_engine *engine, tutti_counters *out) noexcept;
 
 // copy.cpp: rows are (n, T) addresses, `sizes` (T,) > 0; source and destination rows do not overlap.
 
