@@ -1,0 +1,85 @@
+"""Real SGLang pools on the CPU: the device pool and its host pool, small, unpinned."""
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+LAYERS, HEADS, WIDTH = 3, 4, 8
+
+
+def mha_pool(
+    layout: str = "page_first_direct",
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float16,
+    *,
+    pages: int = 8,
+    heads: int = HEADS,
+    v_width: int = WIDTH,
+    layers: int = LAYERS,
+    width: int = WIDTH,
+) -> Any:
+    """A host pool of 2 * `pages` + 1 pages."""
+    capacity = pages * page_size
+    device = MHATokenToKVPool(
+        size=capacity,
+        page_size=page_size,
+        dtype=dtype,
+        head_num=heads,
+        head_dim=width,
+        v_head_dim=v_width,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    kind = MHATokenToKVPoolHost if v_width == width else AsymmetricMHATokenToKVPoolHost
+    return _host(kind, device, capacity, page_size, layout, layers)
+
+
+def mla_pool(
+    layout: str = "page_first_direct", page_size: int = 16, dtype: torch.dtype = torch.float16, *, pages: int = 8
+) -> Any:
+    """A host pool of 2 * `pages` + 1 pages."""
+    capacity = pages * page_size
+    device = MLATokenToKVPool(
+        size=capacity,
+        page_size=page_size,
+        dtype=dtype,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    return _host(MLATokenToKVPoolHost, device, capacity, page_size, layout, LAYERS, target_layer_num=LAYERS)
+
+
+def _host(kind: Any, device: Any, capacity: int, page_size: int, layout: str, layers: int, **more: Any) -> Any:
+    with host_memory_budget_scope(1 << 30):
+        return kind(
+            device.get_device_pool_infos()[0].buffer_info,
+            host_to_device_ratio=2.0,
+            host_size=0,
+            page_size=page_size,
+            layout=layout,
+            pin_memory=False,
+            device_capacity_tokens=capacity,
+            start_layer=0,
+            end_layer=layers,
+            **more,
+        )
+
+
+def fill(pool: Any, seed: int) -> None:
+    """Random bytes everywhere."""
+    torch.manual_seed(seed)
+    for buffer in pool.kv_buffer if isinstance(pool.kv_buffer, tuple) else (pool.kv_buffer,):
+        buffer.view(torch.uint8).random_(0, 256)
+
+
+def slots(pool: Any, pages: list[int]) -> torch.Tensor:
+    """Token slots of `pages`, as the pool's alloc() gives them."""
+    return torch.cat([torch.arange(p * pool.page_size, (p + 1) * pool.page_size) for p in pages]).to(torch.int64)
