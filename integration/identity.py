@@ -1,0 +1,189 @@
+"""Who the KV cache belongs to: the namespace of a pool, from what SGLang published in the scheduler process.
+
+SGLang's keys hold tokens, LoRA and salts, nothing of the model: without this, two models under one served name would
+read each other's pages.
+"""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.runtime_context import get_model, get_server_args, get_spec
+
+from tutti_sglang.integration.pools import PoolView
+from tutti_sglang.layout import Order
+from tutti_sglang.store.fingerprint import CONFIG_ONLY, weights_fingerprint
+from tutti_sglang.store.namespace import Namespace
+
+logger = logging.getLogger(__name__)
+
+_VOLATILE = ("_name_or_path", "transformers_version")
+"""Keys of a Hugging Face config that say where it was read from and by what."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """The model as far as the bytes of its KV cache depend on it.
+
+    `model`: JSON text; `weights`, `draft_weights`: fingerprints; `kv_dtype`: SGLang's name of the logical dtype, which
+    a pool of bytes does not know; `kv_heads`: of the whole model, 0 when unknown.
+    """
+
+    model: str
+    weights: str
+    draft_weights: str = ""
+    kv_dtype: str = ""
+    kv_heads: int = 0
+    speculative: str = ""
+
+
+def published_identity(model_id: str = "") -> Identity | None:
+    """The identity of the model that this process serves; None when SGLang published no configuration here."""
+    try:
+        server_args = get_server_args()
+    except ValueError:
+        return None
+    # Built anew: the instance that the engine holds has been changed by loading the model (rope, layer maps …).
+    config = ModelConfig.from_server_args(server_args)
+    model, spec = get_model(), get_spec()
+    described = {
+        "architecture": config.hf_config.architectures,
+        "config": config_digest(config.hf_config),
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "quantization": config.quantization,
+        "modelopt_quant": model.modelopt_quant,
+        "rl_quant_profile": model.rl_quant_profile,
+        "kv_scales": model.quantization_param_path,
+        "revision": config.revision,
+        "model_id": model_id,
+    }
+    draft = spec.speculative_draft_model_path
+    return Identity(
+        model=_text({key: value for key, value in described.items() if value}),
+        weights=_weights(config.model_path, config.revision, model.load_format),
+        draft_weights=_weights(draft, spec.speculative_draft_model_revision, model.load_format) if draft else "",
+        kv_dtype=model.kv_cache_dtype,
+        kv_heads=config.get_total_num_kv_heads(),
+        speculative=spec.speculative_algorithm or "",
+    )
+
+
+def stand_in_identity(served_name: str | None, model_id: str) -> Identity:
+    """What is left where nothing was published: names. Two models under one served name would meet."""
+    logger.warning(
+        "tutti: SGLang published no model configuration in this process, so only the served name %r and model_id %r "
+        "keep models apart. Set another model_id for each model, checkpoint and KV dtype",
+        served_name,
+        model_id,
+    )
+    return Identity(model=_text({"served_name": served_name or "", "model_id": model_id}), weights="unknown")
+
+
+def config_digest(hf_config: Any) -> str:
+    """Hex digest of a Hugging Face config as it is in effect, overrides included."""
+    fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE}
+    return xxhash.xxh3_128_hexdigest(_text(fields).encode())
+
+
+def head_groups(storage: HiCacheStorageConfig) -> int:
+    """Objects into which a page of a page_head pool is cut, so that TP sizes that divide `tp_lcm_size` share them."""
+    return storage.tp_lcm_size // storage.tp_size if storage.should_split_heads and storage.tp_lcm_size else 1
+
+
+def namespaces(identity: Identity, storage: HiCacheStorageConfig, view: PoolView, pool: str) -> tuple[Namespace, ...]:
+    """One namespace for each page map of `view`."""
+    drafts = view.packs_draft or pool.startswith("draft")
+    sharded = view.sharded and storage.tp_size > 1
+    first = _first_head(identity, storage, view)
+    cut = view.heads // len(view.maps)
+    return tuple(
+        Namespace(
+            model=identity.model,
+            weights=f"{identity.weights}+{identity.draft_weights}" if drafts else identity.weights,
+            dtype=f"{identity.kv_dtype}/{view.dtype}" if view.dtype == "uint8" else view.dtype,
+            page_size=view.page_size,
+            pool=pool,
+            order=each.order,
+            tensors=each.sizes,
+            layers=view.layers,
+            heads=None if first is None else (first + group * cut, first + (group + 1) * cut),
+            tp=(storage.tp_rank, storage.tp_size) if sharded and first is None else (0, 1),
+            pp=(storage.pp_rank, storage.pp_size),
+            cp=(storage.attn_cp_rank, storage.attn_cp_size),
+            dcp=(storage.dcp_rank, storage.dcp_size),
+            speculative=identity.speculative,
+        )
+        for group, each in enumerate(view.maps)
+    )
+
+
+def flat_namespace(
+    identity: Identity, storage: HiCacheStorageConfig, anchor: PoolView | None, nbytes: int, dtype: str
+) -> Namespace:
+    """Of objects that come and go as tensors of `nbytes` bytes; `anchor` gives their order and page size, if known."""
+    return Namespace(
+        model=identity.model,
+        weights=identity.weights,
+        dtype=dtype,
+        page_size=anchor.page_size if anchor else 1,
+        pool="flat",
+        order=anchor.maps[0].order if anchor else Order.LAYER,
+        tensors=(nbytes,),
+        layers=anchor.layers if anchor else (0, 1),
+        tp=(0, 1) if storage.is_mla_model else (storage.tp_rank, storage.tp_size),
+        pp=(storage.pp_rank, storage.pp_size),
+        cp=(storage.attn_cp_rank, storage.attn_cp_size),
+        dcp=(storage.dcp_rank, storage.dcp_size),
+        speculative=identity.speculative,
+    )
+
+
+def _first_head(identity: Identity, storage: HiCacheStorageConfig, view: PoolView) -> int | None:
+    """The model's number of this rank's first KV head; None where it cannot be told, so that TP shards stay apart."""
+    if not view.heads or not identity.kv_heads or view.heads != max(1, identity.kv_heads // storage.tp_size):
+        return None
+    copies = max(1, storage.tp_size // identity.kv_heads)  # ranks that hold the same head
+    first: int = storage.tp_rank // copies * view.heads
+    return first
+
+
+def _weights(model_path: str, revision: str | None, load_format: str) -> str:
+    checkpoint = _checkpoint(model_path, revision)
+    weights = weights_fingerprint(checkpoint, load_format)
+    if load_format == "dummy" or not weights.startswith(CONFIG_ONLY):
+        return weights
+    logger.warning(
+        "tutti: no weight files of %s on this machine, so only its name, revision and configuration keep it apart. "
+        "Set another model_id after each change of the weights",
+        model_path,
+    )
+    return f"{weights}:{model_path}@{revision or ''}"
+
+
+def _checkpoint(model_path: str, revision: str | None) -> str:
+    """The local directory (or file) of a model that may be a Hugging Face name."""
+    if Path(model_path).exists():
+        return model_path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        cache_dir = get_model().download_dir
+        return snapshot_download(model_path, revision=revision, cache_dir=cache_dir, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return model_path
+
+
+def _text(value: Any) -> str:
+    """JSON, the same in every process: keys sorted, no memory addresses."""
+
+    def plain(other: Any) -> str:
+        return re.sub(r" at 0x[0-9a-f]+", "", str(other))
+
+    # Twice: the keys of a config's id2label are integers, which a deterministic order does not accept.
+    value = msgspec.to_builtins(value, enc_hook=plain, str_keys=True)
+    return msgspec.json.encode(value, order="deterministic").decode()
