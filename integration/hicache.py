@@ -1,0 +1,261 @@
+"""SGLang's HiCache storage backend (HiCacheStorage): translates its calls into lookups, gets and puts of pages.
+
+Called by up to five threads of a scheduler process at once (sglang managers/cache_controller.py). No call raises, none
+outlasts its deadline, none touches host rows after it returned.
+"""
+
+import logging
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.mem_cache.utils import get_hash_str
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from tutti_sglang.errors import UnsupportedError
+from tutti_sglang.integration import hooks
+from tutti_sglang.integration.calls import Calls, guarded, key_bytes
+from tutti_sglang.integration.identity import head_groups
+from tutti_sglang.integration.pools import view_of
+from tutti_sglang.integration.prefix import allowed, leading
+from tutti_sglang.integration.stored import Found
+from tutti_sglang.integration.tier import Tier
+from tutti_sglang.metrics import process_metrics
+
+logger = logging.getLogger(__name__)
+
+READ_SECONDS, WRITE_SECONDS = 8.0, 5.0
+"""Deadlines of a call: SGLang's flush and detach fail when one lasts 10 s."""
+
+CLOSE_SECONDS = 9.0
+
+_live: "weakref.WeakSet[TuttiHiCacheStorage]" = weakref.WeakSet()
+
+
+def live_backends() -> list["TuttiHiCacheStorage"]:
+    """Backends of this process that are not closed."""
+    return [backend for backend in _live if not backend.closed]
+
+
+def _misses(keys: list[str], *_: Any, **__: Any) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _no_tensors(keys: list[str], *_: Any, **__: Any) -> list[None]:
+    return [None] * len(keys)
+
+
+def _pool_misses(transfers: list[PoolTransfer], *_: Any, **__: Any) -> dict[str, list[bool]]:
+    # Every pool that was asked for: SGLang takes a missing one for present (cache_controller.py:1236).
+    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+
+
+class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel has no types
+    """The tier behind SGLang's host pools.
+
+    `mem_pool_host`: the anchor pool (built-in route); None or a dict (`dynamic` route, storage/backend_factory.py:166).
+    Raises ConfigError, StoreError or UnsupportedError here and when a pool is registered, never later.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, mem_pool_host: Any = None) -> None:
+        self.closed = False
+        self._suspended = False
+        self._metered = storage_config.enable_storage_metrics
+        self._stats = StorageMetrics()
+        self._calls = Calls(process_metrics())
+        extra = storage_config.extra_config
+        if mem_pool_host is not None and not isinstance(mem_pool_host, dict):
+            view_of(mem_pool_host, head_groups(storage_config))  # a pool that is not served is no reason to open files
+        else:
+            hooks.ensure()
+            if extra is not None:
+                # Asked after the constructor (cache_controller.py:662); without it a page takes two more copies.
+                extra.setdefault("interface_v1", 1)
+        _load_hashing()
+        self._tier = Tier(storage_config, generic=not (extra or {}).get("interface_v1", 1))
+        _live.add(self)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Attach the anchor pool; UnsupportedError names what is served instead."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._tier.attach(PoolName.KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
+        """Attach a side pool, or see the anchor again under its name."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._tier.attach(host_pool_name, host_pool)
+
+    @guarded(lambda *_, **__: 0)
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Length of the leading run of pages that are there."""
+        return leading(self._tier.lookup(PoolName.KV, key_bytes(keys)))
+
+    @guarded(_misses)
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Fill the host pages; one bool for each key."""
+        return self._get(PoolName.KV, keys, host_indices, time.monotonic() + READ_SECONDS)
+
+    @guarded(_misses)
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Store the host pages; True: it is there already, stored, or accepted and served from here."""
+        depth = len(extra_info.prefix_keys or ()) if extra_info else 0
+        return self._put(PoolName.KV, keys, host_indices, time.monotonic() + WRITE_SECONDS, depth)
+
+    @guarded(lambda *_, **__: PoolTransferResult(0, {}, []))
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """All lengths at which every pool's policy holds; a pool that we do not keep lets none be restored."""
+        binary = key_bytes(keys)
+        length = leading(self._tier.lookup(PoolName.KV, binary))
+        hits = {PoolName.KV: length} if length else {}
+        restorable = np.ones(length, np.bool_)
+        for transfer in pool_transfers or ():
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                continue  # a second form of the KV pages: has a verdict of its own, never gates
+            permits = allowed(self._tier.lookup(transfer.name, binary)[:length], transfer)
+            if permits.any():
+                hits[transfer.name] = int(np.flatnonzero(permits)[-1]) + 1
+            restorable &= permits
+        pages = (np.flatnonzero(restorable) + 1).tolist()
+        return PoolTransferResult(pages[-1] if pages else 0, hits, pages)
+
+    @guarded(_pool_misses)
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Fill the pages of each pool, all within one deadline."""
+        deadline = time.monotonic() + READ_SECONDS
+        return {t.name: self._get(t.name, t.keys or [], t.host_indices, deadline) for t in transfers}
+
+    @guarded(_pool_misses)
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Store the pages of each pool, all within one deadline."""
+        deadline = time.monotonic() + WRITE_SECONDS
+        return {t.name: self._put(t.name, t.keys or [], t.host_indices, deadline) for t in transfers}
+
+    @guarded(lambda *_, **__: False)
+    def exists(self, key: str) -> bool:
+        """Whether the page or tensor is there."""
+        return bool(self._tier.lookup(PoolName.KV, key_bytes([key]))[0])
+
+    @guarded(lambda *_, **__: None)
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """The tensor that was set, in `target_location` if one is given."""
+        return self._tier.flat.get([key], [target_location], time.monotonic() + READ_SECONDS)[0]
+
+    @guarded(lambda *_, **__: False)
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Store a tensor of any shape, dtype and stride."""
+        return self._tier.flat.put([key], [value], time.monotonic() + WRITE_SECONDS)[0]
+
+    @guarded(_no_tensors)
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """One tensor or None for each key."""
+        return self._tier.flat.get(keys, target_locations or [None] * len(keys), time.monotonic() + READ_SECONDS)
+
+    @guarded(lambda *_, **__: False)
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """True when every tensor was stored or accepted."""
+        return all(self._tier.flat.put(keys, values or [None] * len(keys), time.monotonic() + WRITE_SECONDS))
+
+    @guarded(lambda *_, **__: False)
+    def clear(self) -> bool:
+        """Remove what the namespaces of this backend hold; other models' objects in the store stay."""
+        logger.info("tutti: cleared %d objects", self._tier.clear())
+        return True
+
+    def get_stats(self) -> StorageMetrics:
+        """What was moved since the last call. Asked in every iteration of the scheduler: O(1), cannot raise."""
+        stats, self._stats = self._stats, StorageMetrics()
+        return stats
+
+    def close(self) -> None:
+        """Let no call in, wait for those inside, write what was accepted. Idempotent; ends within 10 s."""
+        if self.closed:
+            return
+        self.closed = True
+        deadline = time.monotonic() + CLOSE_SECONDS
+        if not self._calls.shut(CLOSE_SECONDS / 3):
+            logger.warning("tutti: calls are still running while the store is closed")
+        if not self._tier.close(deadline - time.monotonic()):
+            logger.warning("tutti: some accepted pages could not be written in time and are lost")
+
+    def suspend(self, reason: str) -> None:
+        """Neither read nor write until the next flush: what SGLang holds now may be of another model."""
+        self._calls.shut(0)
+        if not self._suspended:
+            self._suspended = True
+            logger.warning("tutti: %s: the tier is off until the cache is flushed", reason)
+
+    def flushed(self) -> None:
+        """SGLang has dropped its cache: write what was accepted or, after new weights, go on under a new identity."""
+        if not self._suspended:
+            self._tier.store.drain(WRITE_SECONDS)
+        elif self._tier.renew():
+            self._suspended = False
+            self._calls.open()
+            logger.info("tutti: the tier is on again, with new weights and nothing stored")
+        else:
+            logger.warning("tutti: replicated KV needs an identity that all ranks share: the tier stays off")
+
+    def _get(self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float) -> list[bool]:
+        start = time.monotonic()
+        got = self._tier.get(name, key_bytes(keys), indices, deadline)
+        self._record(name, got, time.monotonic() - start, "prefetch")
+        return _bools(got)
+
+    def _put(
+        self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float, depth: int = 0
+    ) -> list[bool]:
+        start = time.monotonic()
+        done = self._tier.put(name, key_bytes(keys), indices, deadline, depth)
+        self._record(name, done, time.monotonic() - start, "backup")
+        return _bools(done)
+
+    def _record(self, name: str, pages: Found, seconds: float, way: str) -> None:
+        count = int(pages.sum())
+        if self._metered and count:  # without metrics nobody drains the lists
+            stats = self._stats
+            getattr(stats, f"{way}_pgs").append(count)
+            getattr(stats, f"{way}_bandwidth").append(count * self._tier.page_bytes(name) / 1e9 / max(seconds, 1e-9))
+
+
+def _bools(found: Found) -> list[bool]:
+    answers: list[bool] = found.tolist()  # SGLang calls list.index on it (hicache_storage.py:201)
+    return answers
+
+
+def _load_hashing() -> None:
+    # Loaded inside the first prefetch otherwise, which then runs into SGLang's time-out; it may even need a compiler.
+    try:
+        get_hash_str([0], None, 1)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"SGLang's page hash extension does not load: {error.__cause__ or error}",
+            "It is built at first use: install a C++ compiler and the OpenSSL headers (apt-get install g++ libssl-dev)",
+        ) from error

@@ -1,0 +1,125 @@
+"""What one rank keeps in the store: its pools and flat objects, under the identity of the model that it serves."""
+
+import logging
+import uuid
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+
+from tutti_sglang.config import load_config
+from tutti_sglang.errors import UnsupportedError
+from tutti_sglang.integration import identity as ids
+from tutti_sglang.integration.calls import KEY_BYTES
+from tutti_sglang.integration.flat import FlatObjects, Shape
+from tutti_sglang.integration.pools import PoolView, view_of
+from tutti_sglang.integration.stored import Found, StoredPool
+from tutti_sglang.metrics import process_metrics
+from tutti_sglang.store import ObjectStore
+from tutti_sglang.store.namespace import Namespace
+
+logger = logging.getLogger(__name__)
+
+_UPDATED = "updated:"
+"""Weights that came while serving: no file says which they are, so their identity is random."""
+
+
+class Tier:
+    """Opens the store that `storage.extra_config` names. `generic`: pages come as tensors, not as rows of a host pool.
+
+    Raises ConfigError, StoreError or UnsupportedError, here and in `attach`.
+    """
+
+    def __init__(self, storage: HiCacheStorageConfig, *, generic: bool) -> None:
+        loaded = load_config(storage.extra_config or {}, rank=_world_rank(storage))
+        if loaded.config.path != "host":
+            raise UnsupportedError(f'"path": "{loaded.config.path}" is not served here', 'Set it to "host"')
+        self._storage = storage
+        self._generic = generic
+        self._identity = ids.published_identity(loaded.config.model_id) or ids.stand_in_identity(
+            storage.model_name, loaded.config.model_id
+        )
+        self.store = ObjectStore(loaded.config, metrics=process_metrics())
+        self.flat = FlatObjects(self.store, self._flat_namespace)
+        self._pools: dict[str, StoredPool] = {}
+        logger.info("tutti: %s; %s", loaded.describe() or "default settings", self.store.describe())
+
+    def attach(self, name: str, pool: Any) -> None:
+        """Keep the pages of a host pool; again with the same pool does nothing."""
+        view = view_of(pool, ids.head_groups(self._storage) if name == PoolName.KV else 1)
+        known = self._pools.get(name)
+        if known is not None and known.view.maps == view.maps:
+            return
+        self._pools[name] = self._stored(name, view)
+        if name == PoolName.KV and self._generic:
+            self.flat.open(Shape(view.page_bytes, pool.dtype))
+        logger.info("tutti: %s", self._pools[name].namespaces[0].readable())
+
+    def lookup(self, name: str, keys: bytes) -> Found:
+        """(n,) which pages of the pool are there; of the anchor also those that came as flat tensors."""
+        pool = self._pools.get(name)
+        found = pool.lookup(keys) if pool else np.zeros(len(keys) // KEY_BYTES, np.bool_)
+        return found | self.flat.lookup(keys) if name == PoolName.KV else found
+
+    def get(self, name: str, keys: bytes, indices: torch.Tensor | None, deadline: float) -> Found:
+        """(n,) which pages were filled."""
+        pool = self._pools.get(name)
+        if pool is None or indices is None:
+            return np.zeros(len(keys) // KEY_BYTES, np.bool_)
+        return pool.get(keys, indices, deadline)
+
+    def put(self, name: str, keys: bytes, indices: torch.Tensor | None, deadline: float, depth: int = 0) -> Found:
+        """(n,) which pages are stored or accepted. Of replicated KV one rank writes; the others say what is there."""
+        pool = self._pools.get(name)
+        if pool is None or indices is None:
+            return np.zeros(len(keys) // KEY_BYTES, np.bool_)
+        if not (pool.view.sharded or self._storage.is_storage_writer):
+            return pool.lookup(keys)
+        return pool.put(keys, indices, deadline, depth)
+
+    def page_bytes(self, name: str) -> int:
+        """Payload bytes of a page of the pool."""
+        return self._pools[name].view.page_bytes
+
+    def clear(self) -> int:
+        """Remove the objects of this rank's namespaces; how many."""
+        return sum(pool.clear() for pool in self._pools.values()) + self.flat.clear()
+
+    def renew(self) -> bool:
+        """Go on under a random identity: the weights are new and no file says which.
+
+        False where ranks hold replicas and would have to agree on it.
+        """
+        if self._storage.tp_size > 1 and not all(pool.view.sharded for pool in self._pools.values()):
+            return False
+        self._drop_unrepeatable()
+        weights = f"{_UPDATED}{uuid.uuid4().hex}"
+        self._identity = msgspec.structs.replace(self._identity, weights=weights, draft_weights="")
+        self._pools = {name: self._stored(name, pool.view) for name, pool in self._pools.items()}
+        self.flat = FlatObjects(self.store, self._flat_namespace)
+        return True
+
+    def close(self, timeout: float) -> bool:
+        """Write what was accepted and close the store; False when some of it did not make it."""
+        self._drop_unrepeatable()
+        return self.store.close(timeout)
+
+    def _drop_unrepeatable(self) -> None:
+        if self._identity.weights.startswith(_UPDATED):
+            self.clear()
+
+    def _stored(self, name: str, view: PoolView) -> StoredPool:
+        return StoredPool(self.store, view, ids.namespaces(self._identity, self._storage, view, str(name)))
+
+    def _flat_namespace(self, nbytes: int, dtype: str) -> Namespace:
+        anchor = self._pools.get(PoolName.KV)
+        view = anchor.view if anchor else None
+        return ids.flat_namespace(self._identity, self._storage, view, nbytes, dtype)
+
+
+def _world_rank(storage: HiCacheStorageConfig) -> int:
+    """What `{rank}` stands for: the process's rank in its replica, which attention DP hides in `tp_rank`."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return int(torch.distributed.get_rank() if distributed else storage.tp_rank)
