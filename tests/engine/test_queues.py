@@ -9,6 +9,7 @@ import pytest
 from tutti_sglang.engine.batch import IN_PROGRESS, IOCTX_DTYPE, IoClass
 from tutti_sglang.engine.queues import DriveQueue, Job, Task
 from tutti_sglang.engine.transfers import Transfer
+from tutti_sglang.errors import EngineError
 
 FD = 77
 
@@ -146,7 +147,7 @@ def test_what_comes_after_stop_is_cancelled() -> None:
 
 
 def test_a_segment_has_one_file() -> None:
-    with pytest.raises(AssertionError, match="has a file already"):
+    with pytest.raises(EngineError, match="has a file"):
         make_queue(4).attach(0, 3)
 
 

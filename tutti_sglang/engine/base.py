@@ -11,8 +11,8 @@ class Engine(Protocol):
 
     Thread safe. A batch may mix drives, segments, reads and writes; its IOCTX are independent and complete in any
     order; those that follow one another both in the batch and on a drive are moved as one I/O. An engine never raises
-    for an I/O problem: it is a negative errno in the result of that IOCTX alone. EngineError: `attach` and `submit`
-    after close(), and everything but `close` in a forked child.
+    for an I/O problem: it is a negative errno in the result of that IOCTX alone. EngineError: `attach` of a segment
+    that has a file, `attach` and `submit` after close(), and everything but `close` in a forked child.
     """
 
     name: str

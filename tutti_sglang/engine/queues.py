@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tutti_sglang.engine.batch import IN_PROGRESS, Batch, IoClass, Results, Ticket
 from tutti_sglang.engine.transfers import Transfer
+from tutti_sglang.errors import EngineError
 
 
 class Job(Ticket):
@@ -90,7 +91,8 @@ class DriveQueue:
     def attach(self, segment: int, fd: int) -> None:
         """Transfers of `segment` go to `fd` from now on."""
         with self._lock:
-            assert segment not in self._files, f"segment {segment} has a file already"
+            if segment in self._files:
+                raise EngineError(f"Segment {segment} has a file", "Detach it first")
             self._files[segment] = File(fd)
 
     def detach(self, segment: int, timeout: float) -> bool:

@@ -161,7 +161,7 @@ class EngineLimits(EngineCase):
 
     def test_a_detached_segment_can_get_another_file(self, rig: Rig, start: Start) -> None:
         engine = start()
-        with pytest.raises(AssertionError):
+        with pytest.raises(EngineError, match="has a file"):
             engine.attach(0, 0, rig.fds[1][1])
         assert engine.detach(0, 0)
         assert engine.detach(0, 0)
