@@ -34,7 +34,7 @@ def take_all(queue: DriveQueue, at_once: int = 1) -> list[tuple[Job, int]]:
         order.append((task.job, task.transfer.first))
         running.append(task)
         if len(running) == at_once:
-            queue.finish(running.pop(0))
+            queue.finish(running.pop(0), 0)
     return order
 
 
@@ -132,7 +132,8 @@ def test_drain_and_detach_wait_for_the_last_task() -> None:
     (task,) = take(queue, 1)
     assert not queue.drain(0.01)
     assert not queue.detach(0, 0.01)
-    queue.finish(task)
+    assert not queue.detach(0, 0)
+    queue.finish(task, 0)
     assert queue.drain(0)
     assert queue.detach(0, 0)
 

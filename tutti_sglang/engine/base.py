@@ -23,7 +23,7 @@ class Engine(Protocol):
 
     def detach(self, drive: int, segment: int, timeout: float = 5.0) -> bool:
         """Forget the file: what has not started on it ends with -EBADF. Wait at most `timeout` seconds for what has.
-        False when the drive has not answered: `fd` must stay open, and its place must not be given away."""
+        False when the drive has not answered: `fd` stays open and the place is kept until another call says True."""
 
     def submit(self, batch: Batch, klass: IoClass, deadline: float, hold: Any = None) -> Ticket:
         """Start `batch` ((n,) IOCTX_DTYPE, copied). What has not started by `deadline` (time.monotonic() seconds) ends

@@ -28,24 +28,23 @@ class Job(Ticket):
         self._results = np.where(bad, -errno.EINVAL, IN_PROGRESS).astype(np.int32)
         self._pending = len(batch) - int(bad.sum())
         if not self._pending:
-            self._finish()
+            self.finish()
 
-    def settle(self, transfer: Transfer, results: Results | int) -> None:
-        """A transfer has ended; each ends once."""
+    def record(self, transfer: Transfer, results: Results | int) -> bool:
+        """A transfer has ended; each ends once. True: it was the last, call `finish`."""
         with self._lock:
             self._results[transfer.first : transfer.last] = results
             self._pending -= transfer.last - transfer.first
-            last = not self._pending
-        if last:
-            self._finish()
+            return not self._pending
 
     def results(self) -> Results:
         """(n,) as they are now."""
         with self._lock:
             return self._results.copy()
 
-    def _finish(self) -> None:
-        self.hold = None  # not under a lock: what it held may, at its end, ask for this very job
+    def finish(self) -> None:
+        """Release what the job holds and wake who waits. Not under a lock: at its end `hold` may ask for this job."""
+        self.hold = None
         self.done.set()
 
 
@@ -60,8 +59,8 @@ class _Share:
 class File:
     """A segment's file on this drive."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, segment: int, fd: int) -> None:
+        self.segment, self.fd = segment, fd
         self.in_flight = 0
 
 
@@ -85,6 +84,7 @@ class DriveQueue:
         self._work, self._idle = threading.Condition(self._lock), threading.Condition(self._lock)
         self._shares: tuple[deque[_Share], ...] = tuple(deque() for _ in IoClass)
         self._files: dict[int, File] = {}
+        self._leaving: list[File] = []
         self._running = [0 for _ in IoClass]
         self._stopped = False
 
@@ -93,16 +93,17 @@ class DriveQueue:
         with self._lock:
             if segment in self._files:
                 raise EngineError(f"Segment {segment} has a file", "Detach it first")
-            self._files[segment] = File(fd)
+            self._files[segment] = File(segment, fd)
 
     def detach(self, segment: int, timeout: float) -> bool:
         """End what waits for the segment with -EBADF, wait for what is in flight; False when it did not end in time."""
         with self._lock:
-            file = self._files.pop(segment, None)
+            if segment in self._files:
+                self._leaving.append(self._files.pop(segment))
             gone = self._pull(None, segment)
-        _settle(gone, errno.EBADF)
+        settle(gone, errno.EBADF)
         with self._lock:
-            return file is None or self._idle.wait_for(lambda: not file.in_flight, timeout)
+            return self._idle.wait_for(lambda: self._left(segment), timeout)
 
     def push(self, job: Job, klass: IoClass, transfers: list[Transfer]) -> None:
         """Queue `transfers` of `job`; end those of an unknown segment with -EBADF, after `stop` all with -ECANCELED."""
@@ -113,10 +114,10 @@ class DriveQueue:
                 self._shares[klass].append(_Share(job, known))
                 self._work.notify(len(known))
         if len(known) < len(transfers):
-            _settle([(job, each) for each in set(transfers) - set(known)], error)
+            settle([(job, each) for each in set(transfers) - set(known)], error)
 
     def take(self) -> Task | None:
-        """The next task, once there is one; None after `stop`. Give it back with `finish`."""
+        """The next task, once there is one; None after `stop`. It ends with `finish`."""
         with self._lock:
             while not (task := self._next()):
                 if self._stopped:
@@ -127,19 +128,22 @@ class DriveQueue:
                 task.file.in_flight += 1
             return task
 
-    def finish(self, task: Task) -> None:
-        """A task of `take` is done."""
+    def finish(self, task: Task, results: Results | int) -> None:
+        """A task of `take` is done: who sees its results may detach the file, who finds the queue idle sees them."""
         with self._lock:
+            last = task.job.record(task.transfer, results)
             self._running[task.klass] -= 1
             if task.file:
                 task.file.in_flight -= 1
             self._idle.notify_all()
+        if last:
+            task.job.finish()
 
     def drop(self, job: Job | None, error: int) -> None:
         """End with -`error` what has not started of `job`, None: of all."""
         with self._lock:
             gone = self._pull(job, None)
-        _settle(gone, error)
+        settle(gone, error)
 
     def drain(self, timeout: float) -> bool:
         """Wait until nothing is queued or in flight; False when the time was too short."""
@@ -164,6 +168,10 @@ class DriveQueue:
             return Task(share.job, transfer, None if late else self._files[transfer.segment], klass)
         return None
 
+    def _left(self, segment: int) -> bool:
+        self._leaving = [file for file in self._leaving if file.in_flight]
+        return all(file.segment != segment for file in self._leaving)
+
     def _pull(self, job: Job | None, segment: int | None) -> list[tuple[Job, Transfer]]:
         """Take what has not started of one job or segment, None: of all, out of the queue."""
         gone: list[tuple[Job, Transfer]] = []
@@ -178,7 +186,8 @@ class DriveQueue:
         return gone
 
 
-def _settle(gone: list[tuple[Job, Transfer]], error: int) -> None:
-    """End them with -`error`; not under a lock, since the end of a job may free what its holder guards."""
-    for job, transfer in gone:
-        job.settle(transfer, -error)
+def settle(transfers: list[tuple[Job, Transfer]], error: int) -> None:
+    """End them with -`error`. Not under a lock, as `Job.finish`."""
+    for job, transfer in transfers:
+        if job.record(transfer, -error):
+            job.finish()

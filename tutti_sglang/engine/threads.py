@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Operation, Results, Ticket
-from tutti_sglang.engine.queues import DriveQueue, File, Job, Task
+from tutti_sglang.engine.queues import DriveQueue, File, Job, Task, settle
 from tutti_sglang.engine.system import SYSTEM, Iovecs, Place, Seam, head, tail
 from tutti_sglang.engine.transfers import Transfer, coalesce, malformed
 from tutti_sglang.errors import EngineError
@@ -64,8 +64,7 @@ class ThreadsEngine:
             if drive in self._queues:
                 self._queues[drive].push(job, klass, transfers)
             else:
-                for transfer in transfers:
-                    job.settle(transfer, -errno.EBADF)
+                settle([(job, each) for each in transfers], errno.EBADF)
         return job
 
     def wait(self, ticket: Ticket, timeout: float) -> Results:
@@ -114,8 +113,7 @@ class ThreadsEngine:
             except Exception:
                 logger.exception("An I/O thread met a bug; its I/O fails with EIO")
                 result = -errno.EIO
-            task.job.settle(task.transfer, result)
-            queue.finish(task)
+            queue.finish(task, result)
 
     def _move(self, task: Task, file: File) -> Results:
         """(k,) results of one transfer. Where it fails, each IOCTX is tried alone, for the sake of its neighbours."""

@@ -150,6 +150,7 @@ class EngineLimits(EngineCase):
         queued = engine.submit(rig.batch(apart(30), places=(np.arange(30) + 1) * BLOCK), IoClass.DEMAND, later())
         other = engine.submit(rig.batch([SEGMENT], places=[40 * BLOCK]), IoClass.DEMAND, later())
         assert not engine.detach(0, 0, 0.05)
+        assert not engine.detach(0, 0, 0)
         assert run(engine, rig.batch([HEALTHY])).tolist() == [-errno.EBADF]
         results = engine.wait(queued, 0)
         assert set(results.tolist()) <= {IN_PROGRESS, -errno.EBADF}
@@ -158,6 +159,7 @@ class EngineLimits(EngineCase):
         assert engine.wait(started, PATIENCE).tolist() == [BLOCK]
         assert engine.wait(other, PATIENCE).tolist() == [BLOCK]
         assert (engine.wait(queued, PATIENCE) == np.where(results == IN_PROGRESS, BLOCK, results)).all()
+        assert engine.detach(0, 0, PATIENCE)
 
     def test_a_detached_segment_can_get_another_file(self, rig: Rig, start: Start) -> None:
         engine = start()
