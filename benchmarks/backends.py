@@ -69,10 +69,10 @@ class Tutti(Backend):
         return TuttiHiCacheStorage(storage_config(self.pool, extra), self.pool)
 
     def describe(self) -> str:
-        return str(self.storage.store.describe())
+        return str(self.storage._tier.store.describe())
 
     def settle(self) -> None:
-        assert self.storage.store.drain(60.0), "the store did not drain within a minute"
+        assert self.storage._tier.store.drain(60.0), "the store did not drain within a minute"
 
     def clear(self) -> None:
         self.storage.clear()

@@ -34,12 +34,13 @@ def summarise(rows: list[Row]) -> list[Row]:
 
 
 def tables(summary: list[Row]) -> Iterator[Figures]:
-    """Speed and cost for each size and operation: medians, quartiles in brackets."""
+    """Speed and cost of each case: medians, quartiles in brackets. A column without figures is left out."""
     for size, operation in dict.fromkeys((line["size"], line["operation"]) for line in summary):
         lines = [line for line in summary if (line["size"], line["operation"]) == (size, operation)]
-        for columns in (SPEED, COST):
-            title = f"{operation}, pages of {format_size(size)}"
-            yield Figures(title, ["", *columns], [[line["contender"], *_cells(line, columns)] for line in lines])
+        for what, columns in (("speed", SPEED), ("cost", COST)):
+            shown = {title: pick for title, pick in columns.items() if any(line[pick[0]] for line in lines)}
+            title = f"{operation}, pages of {format_size(size)}: {what}"
+            yield Figures(title, ["", *shown], [[line["contender"], *_cells(line, shown)] for line in lines])
 
 
 def plot(summary: list[Row], folder: Path) -> None:
