@@ -9,6 +9,7 @@ import msgspec
 
 from tutti_sglang.config import Config
 from tutti_sglang.engine.base import Engine
+from tutti_sglang.engine.select import create_engine
 from tutti_sglang.engine.staging import Staging
 from tutti_sglang.errors import ForeignStoreError, StoreError
 from tutti_sglang.metrics import Metrics
@@ -51,9 +52,7 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
             undo.callback(staging.close)
             note = "given by the caller"
             if engine is None:
-                from tutti_sglang.engine.select import create_engine
-
-                engine, note = create_engine(config, segment_size, staging, len(found), metrics)
+                engine, note = create_engine(config, segment_size, staging)
                 undo.callback(engine.close, 0.0)
             owners = Owners(config.index_path / directory.OWNERS)
             undo.callback(owners.close)
