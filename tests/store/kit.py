@@ -9,14 +9,18 @@ import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from tutti_sglang.config import Config
-from tutti_sglang.engine.system import SYSTEM, Seam
+from tutti_sglang.engine.batch import Operation
+from tutti_sglang.engine.system import SYSTEM, Iovecs, Place, Seam
 from tutti_sglang.engine.threads import ThreadsEngine
 from tutti_sglang.memory import Region
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import Namespace, ObjectStore
 from tutti_sglang.store.index import KEY_SIZE
+from tutti_sglang.testing.faults import FaultPlan, FaultySystem
 
 TENSORS = (8192, 8192, 4096, 5000)
+SLOTS = 32
+"""Objects of TENSORS in a segment of 1 MiB on one drive: one group."""
 MIB = 1 << 20
 
 
@@ -34,7 +38,25 @@ def config(*drives: Path, **changes: Any) -> Config:
 
 
 def namespace(model: str = "m", tensors: tuple[int, ...] = TENSORS) -> Namespace:
+    """One of as many as there are models."""
     return Namespace(model=model, weights="w", dtype="bfloat16", page_size=16, tensors=tensors, layers=(0, 2))
+
+
+class Weather(Seam):
+    """A seam whose faults come and go: `plan` is what is wrong now. `calls`: so far; `stalled`: under way now."""
+
+    def __init__(self) -> None:
+        self.plan: FaultPlan | None = None
+        self.calls = self.stalled = 0
+
+    def transfer(self, operation: Operation, place: Place, iovecs: Iovecs) -> int:
+        self.calls += 1
+        self.stalled += 1
+        plan = self.plan
+        try:
+            return (FaultySystem(plan) if plan else SYSTEM).transfer(operation, place, iovecs)
+        finally:
+            self.stalled -= 1
 
 
 def open_store(*drives: Path, seam: Seam = SYSTEM, **changes: Any) -> ObjectStore:
@@ -44,9 +66,31 @@ def open_store(*drives: Path, seam: Seam = SYSTEM, **changes: Any) -> ObjectStor
     return ObjectStore(settings, metrics=Metrics(CollectorRegistry()), engine=engine)
 
 
+def close_good(store: ObjectStore) -> None:
+    """Close a store in which nothing may be wrong, and in which nothing of ours may have raised."""
+    assert store.drain(8)
+    report = store.verify()
+    assert report.good, report
+    assert value(store, "tutti_call_errors") == 0
+    assert store.close()
+
+
+def value(store: ObjectStore, name: str, **labels: str) -> float:
+    """A counter of this store."""
+    return store._parts.metrics.value(name, **labels)
+
+
 def soon(seconds: float = 8.0) -> float:
     """A deadline."""
     return time.monotonic() + seconds
+
+
+def eventually(condition: Any, seconds: float = 20.0) -> bool:
+    """Whether the condition comes true."""
+    until = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return bool(found)
 
 
 def keys(*numbers: int) -> bytes:
@@ -77,10 +121,11 @@ class Pages:
         return self
 
     def wipe(self) -> "Pages":
+        """No page has this content."""
         self.bytes[:] = 0xEE
         return self
 
-    def hold(self, place: int, number: int) -> bool:
+    def holds(self, place: int, number: int) -> bool:
         """Whether page `place` has the content of `number`."""
         return bool((self.bytes[place] == content(number, self._size)).all())
 
@@ -90,10 +135,16 @@ def content(number: int, size: int) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
 
 
-def put(store: ObjectStore, ns: int, *numbers: int, tensors: tuple[int, ...] = TENSORS) -> npt.NDArray[np.bool_]:
+def put(store: ObjectStore, ns: int, *numbers: int, tensors: tuple[int, ...] = TENSORS) -> list[bool]:
     """Put the pages with these numbers."""
     pages = Pages(len(numbers), tensors).fill(*numbers)
-    return store.put(ns, keys(*numbers), pages.rows, soon())
+    return store.put(ns, keys(*numbers), pages.rows, soon()).tolist()
+
+
+def store_pages(store: ObjectStore, ns: int, *numbers: int, tensors: tuple[int, ...] = TENSORS) -> None:
+    """Put them and wait until they are on the drives."""
+    assert all(put(store, ns, *numbers, tensors=tensors))
+    assert store.drain(8)
 
 
 def get(store: ObjectStore, ns: int, *numbers: int, tensors: tuple[int, ...] = TENSORS) -> list[bool]:
@@ -101,5 +152,15 @@ def get(store: ObjectStore, ns: int, *numbers: int, tensors: tuple[int, ...] = T
     pages = Pages(len(numbers), tensors).wipe()
     found = store.get(ns, keys(*numbers), pages.rows, soon()).tolist()
     for place, number in enumerate(numbers):
-        assert not found[place] or pages.hold(place, number), f"wrong bytes for page {number}"
+        assert not found[place] or pages.holds(place, number), f"wrong bytes for page {number}"
     return found
+
+
+def lookup(store: ObjectStore, ns: int, *numbers: int) -> list[bool]:
+    """Which of them the store claims to have."""
+    return store.lookup(ns, keys(*numbers)).tolist()
+
+
+def segment_files(drive: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted((drive / "segments").glob("*.seg"))

@@ -7,7 +7,7 @@ from tutti_sglang import memory
 from tutti_sglang.engine.batch import IoClass
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.keys import some, split
-from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, LATE, PERMANENT, UNOPENED, Codes
+from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, LATE, PERMANENT, UNANSWERED, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.plan import tensor_addresses
 from tutti_sglang.store.reader import Reader, Request
@@ -16,7 +16,8 @@ from tutti_sglang.store.slots import segments_of
 from tutti_sglang.store.space import Space
 
 Which = npt.NDArray[np.int64]
-_REASONS = {CORRUPT: "checksum", CHANGED: "changed", EXPIRED: "grace", LATE: "deadline"}
+_REASONS = {CORRUPT: "checksum", CHANGED: "changed", EXPIRED: "grace", LATE: "deadline", UNANSWERED: "deadline"}
+_NOT_THE_OBJECT = frozenset([CHANGED, EXPIRED, LATE])
 
 
 class Getter:
@@ -90,7 +91,7 @@ class Getter:
             mine = [names[each] for each in which.tolist()]
             if code in PERMANENT:
                 self._parts.doubts.condemn(space.id, mine, sight.slots[which])
-            elif code not in _REASONS:
+            elif code not in _NOT_THE_OBJECT:
                 self._parts.doubts.hide(space.id, mine)
         if (found == CORRUPT).any():
             self._parts.ledger.corrupt(int((found == CORRUPT).sum()))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.engine.batch import IN_PROGRESS, IoClass, Operation, Results, Ticket
+from tutti_sglang.errors import StoreError
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.store.accepted import Cargo, Parcel
 from tutti_sglang.store.outcome import FULL, GOOD, UNANSWERED, Codes, codes
@@ -85,12 +86,21 @@ class Writer:
 
     def _run(self) -> None:
         while not self._done():
-            try:
-                self._step()
-            except Exception:  # noqa: BLE001
-                self._parts.metrics.add("tutti_call_errors", call="writer")
-                self._parts.reporter.failed("the writer")
-                time.sleep(0.01)
+            self._survive(self._step)
+            if time.monotonic() >= self._next_tick:
+                self._next_tick = time.monotonic() + TICK_SECONDS
+                self._survive(self._sweep)
+                self._survive(self._upkeep)
+
+    def _survive(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except (StoreError, OSError) as error:
+            self._parts.reporter.warn(f"writer {type(error).__name__}", f"the writer: {error}")
+        except Exception:  # noqa: BLE001
+            self._parts.metrics.add("tutti_call_errors", call="writer")
+            self._parts.reporter.failed("the writer")
+            time.sleep(0.01)  # a bug that comes back at once must not take a core
 
     def _done(self) -> bool:
         if self._stop_at is None:
@@ -109,10 +119,6 @@ class Writer:
                 self._launch(self._parts.spaces[namespace], parcels)
         if self._flying:
             self._land(self._flying.popleft())
-        if time.monotonic() >= self._next_tick:
-            self._next_tick = time.monotonic() + TICK_SECONDS
-            self._sweep()
-            self._upkeep()
 
     def _launch(self, space: Space, parcels: list[Parcel]) -> None:
         """Start writing; whatever goes wrong, the parcels end."""
@@ -187,7 +193,7 @@ class Writer:
         hung = found == UNANSWERED
         failed = ~hung & (found != GOOD)
         self._lost("write failed", int((hung | failed).sum()))
-        self._parts.metrics.add("tutti_put_objects", int(published.sum()), outcome="stored")
+        self._parts.metrics.add("tutti_put_objects", int(published.sum()), outcome="written")
         self._parts.metrics.add("tutti_bytes", int(published.sum()) * load.space.payload, op="write")
         if hung.any():
             self._owed.append((tickets[-1], load.slots[hung]))
@@ -216,5 +222,5 @@ class Writer:
     def _lost(self, reason: str, objects: int) -> None:
         """Objects that were accepted and are gone: later misses."""
         if objects:
-            self._parts.metrics.add("tutti_put_objects", objects, outcome="lost")
+            self._parts.metrics.add("tutti_put_objects", objects, outcome="dropped")
             self._parts.reporter.warn(f"lost {reason}", f"{objects} accepted objects were not stored: {reason}")
