@@ -36,18 +36,25 @@ void Controller::map(const MappedRegion& region) {
     regions_ = regions;
 }
 
-void Controller::attach(u64 segment, int fd) {
+bool Controller::attach(u64 segment, int fd) {
     std::lock_guard lock(maps_mutex_);
-    segments_[segment] = {fd, 0};
+    return segments_.try_emplace(segment, std::make_shared<Segment>(segment, fd, 0u)).second;
 }
 
 bool Controller::detach(u64 segment, u64 timeout_ns) {
     std::unique_lock lock(maps_mutex_);
-    auto unused = [&] { return !segments_.contains(segment) || segments_[segment].users == 0; };
-    if (!unused_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), unused)) return false;
-    segments_.erase(segment);
-    return true;
+    if (auto found = segments_.find(segment); found != segments_.end()) {
+        leaving_.push_back(found->second);
+        segments_.erase(found);
+    }
+    auto unused = [&] {
+        std::erase_if(leaving_, [](const auto& each) { return each->users == 0; });
+        return std::ranges::none_of(leaving_, [&](const auto& each) { return each->number == segment; });
+    };
+    return unused_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), unused);
 }
+
+void Controller::set_bad_blocks(const BadBlocks& blocks) { bad_blocks_ = blocks; }
 
 void Controller::set_faults(const ControllerFaults& faults) {
     std::lock_guard lock(mutex_);

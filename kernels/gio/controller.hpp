@@ -5,6 +5,7 @@
 #pragma once
 
 #include <bitset>
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <queue>
@@ -12,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bad_blocks.hpp"
 #include "bell.hpp"
 #include "nvme.cuh"
 
@@ -55,8 +57,9 @@ public:
     void add_queue(const QueuePair& queue);
     // Memory that the controller may touch, as an IOMMU would grant it.
     void map(const MappedRegion& region);
-    void attach(u64 segment, int fd);
-    bool detach(u64 segment, u64 timeout_ns);  // false: a command on it is still moving bytes
+    bool attach(u64 segment, int fd);  // false: the segment has a file
+    bool detach(u64 segment, u64 timeout_ns);  // forgets the file; false: a command is still moving bytes of it
+    void set_bad_blocks(const BadBlocks& blocks);  // before start()
     void set_faults(const ControllerFaults& faults);
     void start();
     bool stop(u64 timeout_ns);  // false: a thread is stuck in an I/O; the controller must then live for ever
@@ -88,6 +91,12 @@ private:
         bool operator>(const Answer& other) const { return due > other.due; }
     };
 
+    struct Segment {
+        u64 number;
+        int fd;
+        u32 users;  // commands that move its bytes
+    };
+
     void fetch_loop();
     void work_loop();
     bool fetch(u32 index);
@@ -98,20 +107,19 @@ private:
     u32 execute(const Sqe& sqe);
     u32 transfer(const Sqe& sqe, bool write);
     u32 flush();
-    int use_segment(u64 segment);
-    void leave_segment(u64 segment);
+    u32 move(const Segment& segment, std::vector<iovec> pieces, u64 place, bool write, int flags);
+    std::shared_ptr<Segment> use_segment(u64 number);
+    void leave_segment(Segment& segment);
 
     const ControllerLimits limits_;
     std::vector<std::unique_ptr<Queue>> queues_;
 
-    struct Segment {
-        int fd;
-        u32 users;  // commands that move its bytes
-    };
-    std::mutex maps_mutex_;  // guards the next two
+    std::mutex maps_mutex_;  // guards the rest of this block
     std::shared_ptr<const std::vector<MappedRegion>> regions_ = std::make_shared<std::vector<MappedRegion>>();
-    std::unordered_map<u64, Segment> segments_;
+    std::unordered_map<u64, std::shared_ptr<Segment>> segments_;
+    std::vector<std::shared_ptr<Segment>> leaving_;  // detached, perhaps still in use
     std::condition_variable unused_;
+    BadBlocks bad_blocks_;
 
     std::mutex mutex_;  // guards the rest
     std::condition_variable work_;

@@ -9,31 +9,23 @@ namespace tutti::gio {
 
 namespace {
 
+// The status for an errno of the host; what NVMe has no word for goes out as a vendor's code, 0x700 | errno.
 u32 status_of(int error, bool write) {
     switch (error) {
-        case ENOSPC: case EDQUOT: return kCapacityExceeded;
+        case ENOSPC: return kCapacityExceeded;
         case EFAULT: return kDataTransferError;
         case EIO: return write ? kWriteFault : kUnrecoveredRead;
-        default: return kInternalError;
+        default: return kVendorErrno | static_cast<u32>(error);
     }
 }
 
-// Moves all bytes, resuming short transfers. A file that ends early has no such block.
-u32 move_all(int fd, std::vector<iovec>& pieces, off_t offset, bool write, int flags) {
-    for (size_t next = 0; next < pieces.size();) {
-        int count = static_cast<int>(pieces.size() - next);
-        ssize_t moved = write ? pwritev2(fd, &pieces[next], count, offset, flags) : preadv2(fd, &pieces[next], count, offset, 0);
-        if (moved < 0 && errno == EINTR) continue;
-        if (moved < 0) return status_of(errno, write);
-        if (moved == 0) return write ? kWriteFault : kUnwrittenBlock;
-        offset += moved;
-        for (; next < pieces.size() && static_cast<size_t>(moved) >= pieces[next].iov_len; ++next) moved -= static_cast<ssize_t>(pieces[next].iov_len);
-        if (moved) {
-            pieces[next].iov_base = static_cast<char*>(pieces[next].iov_base) + moved;
-            pieces[next].iov_len -= static_cast<size_t>(moved);
-        }
-    }
-    return kSuccess;
+void skip(std::vector<iovec>& pieces, u64 size) {
+    size_t done = 0;
+    for (; done < pieces.size() && size >= pieces[done].iov_len; ++done) size -= pieces[done].iov_len;
+    pieces.erase(pieces.begin(), pieces.begin() + static_cast<std::ptrdiff_t>(done));
+    if (!size) return;
+    pieces[0].iov_base = static_cast<char*>(pieces[0].iov_base) + size;
+    pieces[0].iov_len -= size;
 }
 
 constexpr u32 kForceUnitAccess = 1u << 30;
@@ -51,33 +43,57 @@ u32 Controller::execute(const Sqe& sqe) {
 }
 
 u32 Controller::flush() {
-    std::vector<u64> segments;
+    std::vector<u64> numbers;
     {
         std::lock_guard lock(maps_mutex_);
-        for (const auto& [segment, file] : segments_) segments.push_back(segment);
+        for (const auto& [number, segment] : segments_) numbers.push_back(number);
     }
     u32 status = kSuccess;
-    for (u64 segment : segments) {
-        int fd = use_segment(segment);
-        if (fd < 0) continue;
-        if (fdatasync(fd)) status = status_of(errno, true);
-        leave_segment(segment);
+    for (u64 number : numbers) {
+        std::shared_ptr<Segment> segment = use_segment(number);
+        if (!segment) continue;
+        if (fdatasync(segment->fd)) status = status_of(errno, true);
+        leave_segment(*segment);
     }
     return status;
 }
 
-// The file of a segment, or -1; it stays attached until leave_segment.
-int Controller::use_segment(u64 segment) {
+// The segment's file, or null; it stays the caller's until leave_segment.
+std::shared_ptr<Controller::Segment> Controller::use_segment(u64 number) {
     std::lock_guard lock(maps_mutex_);
-    auto found = segments_.find(segment);
-    if (found == segments_.end()) return -1;
-    ++found->second.users;
-    return found->second.fd;
+    auto found = segments_.find(number);
+    if (found == segments_.end()) return nullptr;
+    ++found->second->users;
+    return found->second;
 }
 
-void Controller::leave_segment(u64 segment) {
+void Controller::leave_segment(Segment& segment) {
     std::lock_guard lock(maps_mutex_);
-    if (--segments_.at(segment).users == 0) unused_.notify_all();
+    if (--segment.users == 0) unused_.notify_all();
+}
+
+// Moves all bytes, resuming short transfers. A file that ends early has no such block.
+u32 Controller::move(const Segment& segment, std::vector<iovec> pieces, u64 place, bool write, int flags) {
+    while (!pieces.empty()) {
+        std::vector<iovec> call = pieces;
+        u64 size = 0;
+        for (const iovec& piece : call) size += piece.iov_len;
+        u64 from = segment.number * limits_.segment_size + place;
+        i64 moved;
+        if (auto result = bad_blocks_.meet(from, from + size, write, call)) {
+            moved = *result;
+            errno = moved < 0 ? static_cast<int>(-moved) : 0;
+        } else {
+            int count = static_cast<int>(call.size());
+            off_t offset = static_cast<off_t>(place);
+            moved = write ? pwritev2(segment.fd, call.data(), count, offset, flags) : preadv2(segment.fd, call.data(), count, offset, 0);
+        }
+        if (moved < 0 && errno == EINTR) continue;
+        if (moved <= 0) return status_of(moved ? errno : EIO, write);
+        place += static_cast<u64>(moved);
+        skip(pieces, static_cast<u64>(moved));
+    }
+    return kSuccess;
 }
 
 u32 Controller::transfer(const Sqe& sqe, bool write) {
@@ -96,10 +112,10 @@ u32 Controller::transfer(const Sqe& sqe, bool write) {
     u64 segment = byte / limits_.segment_size;
     u64 place = byte % limits_.segment_size;
     if (length > limits_.segment_size - place) return kUnwrittenBlock;
-    int fd = use_segment(segment);
-    if (fd < 0) return kUnwrittenBlock;
-    u32 status = move_all(fd, memory.pieces, static_cast<off_t>(place), write, sqe.cdw12 & kForceUnitAccess ? RWF_DSYNC : 0);
-    leave_segment(segment);
+    std::shared_ptr<Segment> file = use_segment(segment);
+    if (!file) return kUnwrittenBlock;
+    u32 status = move(*file, std::move(memory.pieces), place, write, sqe.cdw12 & kForceUnitAccess ? RWF_DSYNC : 0);
+    leave_segment(*file);
     std::lock_guard lock(mutex_);
     counts_.bytes += status == kSuccess ? length : 0;
     return status;

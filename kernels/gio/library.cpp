@@ -47,6 +47,8 @@ constexpr Field kFields[] = {
     GIO_TYPE(ControllerFaults), GIO_FIELD(ControllerFaults, seed), GIO_FIELD(ControllerFaults, delay_ns), GIO_FIELD(ControllerFaults, fail),
     GIO_FIELD(ControllerFaults, status), GIO_FIELD(ControllerFaults, drop), GIO_FIELD(ControllerFaults, delay),
     GIO_FIELD(ControllerFaults, reads), GIO_FIELD(ControllerFaults, writes),
+    GIO_TYPE(TwinOptions), GIO_FIELD(TwinOptions, poll_ns), GIO_FIELD(TwinOptions, workers), GIO_FIELD(TwinOptions, window),
+    GIO_TYPE(FaultPlan), GIO_FIELD(FaultPlan, gate), GIO_FIELD(FaultPlan, rates), GIO_FIELD(FaultPlan, error),
     GIO_TYPE(ControllerCounts), GIO_FIELD(ControllerCounts, commands), GIO_FIELD(ControllerCounts, bytes),
     GIO_FIELD(ControllerCounts, failed), GIO_FIELD(ControllerCounts, dropped), GIO_FIELD(ControllerCounts, delayed),
     GIO_FIELD(ControllerCounts, fatal),
@@ -70,23 +72,29 @@ Controller* gio_controller_new(const ControllerLimits* limits) { return new Cont
 void gio_controller_delete(Controller* it) { delete it; }
 void gio_controller_add_queue(Controller* it, const QueuePair* queue) { it->add_queue(*queue); }
 void gio_controller_map(Controller* it, const MappedRegion* region) { it->map(*region); }
-void gio_controller_attach(Controller* it, u64 segment, i32 fd) { it->attach(segment, fd); }
+i32 gio_controller_attach(Controller* it, u64 segment, i32 fd) { return it->attach(segment, fd); }
 i32 gio_controller_detach(Controller* it, u64 segment, u64 timeout_ns) { return it->detach(segment, timeout_ns); }
 void gio_controller_set_faults(Controller* it, const ControllerFaults* faults) { it->set_faults(*faults); }
+void gio_controller_set_bad_blocks(Controller* it, const FaultPlan* plan, u32 drive) { it->set_bad_blocks({*plan, drive}); }
 void gio_controller_start(Controller* it) { it->start(); }
 void gio_controller_wake(Controller* it) { it->commands.ring(); }
 i32 gio_controller_stop(Controller* it, u64 timeout_ns) { return it->stop(timeout_ns); }
 u32 gio_controller_release_dropped(Controller* it) { return it->release_dropped(); }
 void gio_controller_counts(Controller* it, ControllerCounts* counts) { *counts = it->counts(); }
 
-Twin* gio_twin_new(const Context* context, u32 workers, u32 window, Controller* const* controllers, u32 count) {
-    return new Twin(*context, workers, window, {controllers, controllers + count});
+Bell* gio_bell_new() { return new Bell; }
+void gio_bell_delete(Bell* it) { delete it; }
+void gio_bell_ring(Bell* it) { it->ring(); }
+u64 gio_bell_count(Bell* it) { return it->count(); }
+u64 gio_bell_wait(Bell* it, u64 seen, u64 timeout_ns) { return it->wait(seen, timeout_ns); }
+
+Twin* gio_twin_new(const Context* context, const TwinOptions* options, Controller* const* controllers, u32 count, Bell* done) {
+    return new Twin(*context, *options, {controllers, controllers + count}, *done);
 }
 void gio_twin_delete(Twin* it) { delete it; }
-void gio_twin_issue(Twin* it, u32 ring, u32 klass) { it->issue(ring, klass); }
-u64 gio_twin_events(Twin* it) { return it->done.count(); }
-u64 gio_twin_wait(Twin* it, u64 seen, u64 timeout_ns) { return it->done.wait(seen, timeout_ns); }
-void gio_twin_notify(Twin* it) { it->done.ring(); }
+void gio_twin_issue(Twin* it, u32 ring, u32 klass, u64 deadline_ns) { it->issue(ring, klass, deadline_ns); }
+void gio_twin_cancel(Twin* it, u32 ring) { it->cancel(ring); }
+void gio_twin_refuse(Twin* it, u64 offset, u64 size) { it->refuse(offset, size); }
 i32 gio_twin_stop(Twin* it, u64 timeout_ns) { return it->stop(timeout_ns); }
 
 // What the kernels gio_uring and gio_abort do, on the calling thread; for tests and for resets.

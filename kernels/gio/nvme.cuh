@@ -53,6 +53,7 @@ enum Status : u32 {
     kWriteFault = 0x280,
     kUnrecoveredRead = 0x281,
     kUnwrittenBlock = 0x287,
+    kVendorErrno = 0x700,  // of the software controller alone: the low byte is an errno of the host
 };
 constexpr u32 kStatusMask = 0x7ff;  // without CRD, More and DNR
 

@@ -42,6 +42,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using i32 = int;
 using u64 = unsigned long long;
+using i64 = long long;
 
 // Nanoseconds of a clock that only differences of matter for.
 GIO_FUNCTION u64 now_ns() {

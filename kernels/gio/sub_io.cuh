@@ -8,7 +8,11 @@ namespace tutti::gio {
 
 GIO_FUNCTION Iocb& iocb_of(const Context& c, u32 iocb) { return reinterpret_cast<Iocb*>(c.iocbs)[iocb]; }
 
-GIO_FUNCTION u32 pieces_of(u32 length, u32 mdts) { return length ? (length - 1) / mdts + 1 : 1; }
+// How many sub-I/Os an IOCTX has; the host counts alike when it writes the map (tutti_sglang/gio/rings.py).
+GIO_FUNCTION u32 pieces_of(const Context& c, const Ioctx& io) {
+    if (io.drive >= c.drive_count || io.operation == kFlush || io.length == 0) return 1;
+    return (io.length - 1) / reinterpret_cast<const Drive*>(c.drives)[io.drive].mdts + 1;
+}
 
 // Accounts for one piece of an IOCTX; the last piece writes the result, the last IOCTX completes the IOCB. `code` 0 = success.
 GIO_FUNCTION void finish_piece(const Context& c, u32 ring, u32 index, u32 pieces, u32 code) {
@@ -41,14 +45,12 @@ GIO_FUNCTION void finish_piece(const Context& c, u32 ring, u32 index, u32 pieces
     SystemRef<u64>(completion.serial).store(iocb.serial, release);
 }
 
-// Finishes pieces whose sub-I/O gave up waiting.
+// Finishes pieces that no sub-I/O waits for: it gave up, or never began.
 class FinishLate {
 public:
     GIO_FUNCTION explicit FinishLate(const Context& c) : context_(c) {}
     GIO_FUNCTION void operator()(u32 ring, u32 index, u32 status) const {
-        const Ioctx& io = iocb_of(context_, ring).contexts[index];
-        u32 mdts = reinterpret_cast<const Drive*>(context_.drives)[io.drive].mdts;
-        finish_piece(context_, ring, index, pieces_of(io.length, mdts), status);
+        finish_piece(context_, ring, index, pieces_of(context_, iocb_of(context_, ring).contexts[index]), status);
     }
 
 private:
@@ -67,8 +69,8 @@ public:
         index_ = map & (kIocbContexts - 1);
         lane_ = lane;
         start_ = start;
-        pieces_ = 1;
         state_ = Step::claiming;
+        pieces_ = pieces_of(c, iocb.contexts[index_]);
         u32 code = prepare(c, iocb.contexts[index_], map >> kContextBits);
         if (code) finish(c, code);
     }
@@ -101,7 +103,6 @@ private:
         }
         u64 block = 1ull << d.block_shift;
         if (operation_ > kFlush || io.length == 0 || (io.offset | io.length) & (block - 1)) return kBadRequest;
-        pieces_ = pieces_of(io.length, d.mdts);
         u64 from = static_cast<u64>(piece) * d.mdts;
         length_ = io.length - from < d.mdts ? static_cast<u32>(io.length - from) : d.mdts;
         u64 first = (io.offset + from) >> d.block_shift;

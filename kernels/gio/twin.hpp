@@ -3,6 +3,7 @@
 
 #include <array>
 #include <deque>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -11,22 +12,43 @@
 
 namespace tutti::gio {
 
+struct TwinOptions {
+    u64 poll_ns;   // how long a CQE may go unseen when nobody rings `work`
+    u32 workers;
+    u32 window;    // sub-I/Os in flight at once, of all threads
+};
+
 class Twin {
 public:
-    // `window`: sub-I/Os that a thread has in flight. `controllers` are told of new commands, since CPU threads can.
-    Twin(const Context& context, u32 workers, u32 window, std::vector<Controller*> controllers)
-        : context_(context), window_(window), controllers_(std::move(controllers)), alive_(workers) {
-        for (Controller* controller : controllers_) controller->completions = &work;
-        for (u32 i = 0; i < workers; ++i) threads_.emplace_back([this] { run(); });
+    // `controllers` are told of new commands, since CPU threads can, and ring back. `done` is rung when an IOCB is complete.
+    Twin(const Context& context, const TwinOptions& options, std::vector<Controller*> controllers, Bell& done)
+        : context_(context), options_(options), controllers_(std::move(controllers)), done_(done), alive_(options.workers) {
+        for (Controller* controller : controllers_) controller->completions = &work_;
+        // A class and those below it leave some of the window to the classes above: a demand read must not wait for a slow drive's writes.
+        for (u32 klass = 0; klass < kClasses; ++klass) limits_[klass] = std::max<i32>(1, static_cast<i32>(options.window - klass * ((options.window + 7) / 8)));
+        for (u32 i = 0; i < options.workers; ++i) threads_.emplace_back([this] { run(); });
     }
 
-    // Starts IOCB `ring`; those of a smaller class first.
-    void issue(u32 ring, u32 klass) {
+    // Starts IOCB `ring`: those of a smaller class first, those of one class in turn. What has not begun by `deadline_ns` ends with -ETIMEDOUT.
+    void issue(u32 ring, u32 klass, u64 deadline_ns) {
+        Issued issued{ring, now_ns(), deadline_ns, {}};
+        for (u32 piece = 0; piece < iocb_of(context_, ring).pieces; ++piece) issued.pieces.push_back(piece);
         {
             std::lock_guard lock(mutex_);
-            issued_[klass].push_back({ring, 0, iocb_of(context_, ring).pieces, now_ns()});
+            issued_[klass].push_back(std::move(issued));
+            open_.push_back(ring);
         }
-        work.ring();
+        work_.ring();
+    }
+
+    // Ends what has not begun of IOCB `ring`.
+    void cancel(u32 ring) {
+        drop(kCancelled, [&](const Issued& it, u32) { return it.ring == ring; });
+    }
+
+    // Ends what has not begun on the `size` bytes of a drive from `offset` on, as if they did not exist.
+    void refuse(u64 offset, u64 size) {
+        drop(kBadRange, [&](const Issued& it, u32 piece) { return context_of(it.ring, piece).offset - offset < size; });
     }
 
     // Threads stop where they are; false: one did not within the time.
@@ -35,69 +57,107 @@ public:
             std::lock_guard lock(mutex_);
             stopping_ = true;
         }
-        work.ring();
         u64 deadline = now_ns() + timeout_ns;
-        for (u64 seen = done.count(); alive_.load() && now_ns() < deadline; seen = done.wait(seen, 1000000)) work.ring();
-        if (alive_.load()) return false;
+        while (alive_.load()) {
+            if (now_ns() > deadline) return false;
+            work_.ring();
+            sched_yield();
+        }
         for (std::thread& thread : threads_) thread.join();
         threads_.clear();
         return true;
     }
 
-    Bell work;  // rung when there is something to do: an IOCB, or a completion
-    Bell done;  // rung when sub-I/Os have finished
-
 private:
+    static constexpr u32 kClasses = 3;
+    static constexpr u64 kIdleNs = 1000000000;
+
     struct Issued {
-        u32 ring, next, pieces;
-        u64 start;
+        u32 ring;
+        u64 start, deadline;
+        std::deque<u32> pieces;  // that have not begun
     };
-    static constexpr u64 kPollNs = 200000;     // how long a CQE may go unseen when nobody rings
-    static constexpr u64 kIdleNs = 100000000;
+    struct Active {
+        SubIo io;
+        u32 klass;
+    };
+
+    const Ioctx& context_of(u32 ring, u32 piece) const {
+        const Iocb& iocb = iocb_of(context_, ring);
+        return iocb.contexts[iocb.map[piece] & (kIocbContexts - 1)];
+    }
 
     void run() {
-        std::vector<SubIo> active;
-        active.reserve(window_);
+        std::vector<Active> active;
         u32 lane = 0, late = 0;
         for (;;) {
-            u64 seen = work.count();
-            bool stopping = take(active, lane);
-            if (stopping) break;
-            bool submitted = false, finished = false;
-            for (size_t i = 0; i < active.size();) {
-                Step was = active[i].state(), is = active[i].step(context_);
-                submitted |= was == Step::claiming && is == Step::polling;
-                if (is < Step::finished) {
-                    ++i;
-                    continue;
-                }
-                finished = true;
-                active[i] = active.back();
-                active.pop_back();
-            }
+            u64 seen = work_.count();
+            u64 deadline = ~0ull;
+            if (begin(active, lane, deadline)) break;
+            bool submitted = false, finished = step(active, submitted);
             u32 before = late;
             late = reap_all();
             finished |= late < before;
             if (submitted)
                 for (Controller* controller : controllers_) controller->commands.ring();
-            if (finished) done.ring();
-            else if (!submitted) work.wait(seen, active.empty() && !late ? kIdleNs : kPollNs);
-        }
-        alive_.fetch_sub(1);
-        done.ring();
-    }
-
-    // Fills the window from the issued IOCBs. True: stop.
-    bool take(std::vector<SubIo>& active, u32& lane) {
-        std::lock_guard lock(mutex_);
-        for (auto& queue : issued_) {
-            while (!queue.empty() && active.size() < window_) {
-                Issued& front = queue.front();
-                active.emplace_back().begin(context_, front.ring, front.next++, lane++, front.start);
-                if (front.next == front.pieces) queue.pop_front();
+            if (finished) announce_completed();
+            else if (!submitted) {
+                u64 now = now_ns(), bound = active.empty() && !late ? kIdleNs : options_.poll_ns;
+                work_.wait(seen, deadline > now ? std::min(bound, deadline - now) : 0);
             }
         }
+        alive_.fetch_sub(1);
+    }
+
+    // Fills the window, and ends what is past its deadline; `deadline` becomes the next one. True: stop.
+    bool begin(std::vector<Active>& active, u32& lane, u64& deadline) {
+        u64 now = now_ns();
+        auto expired = [&](const Issued& it) { return it.deadline <= now; };
+        std::unique_lock lock(mutex_);
+        if (std::ranges::any_of(issued_, [&](const auto& queue) { return std::ranges::any_of(queue, expired); })) {
+            lock.unlock();
+            drop(kNoSlot, [&](const Issued& it, u32) { return expired(it); });
+            lock.lock();
+        }
+        for (u32 klass = 0; klass < kClasses; ++klass) {
+            std::deque<Issued>& queue = issued_[klass];
+            while (!queue.empty() && room(klass)) {
+                Issued next = std::move(queue.front());
+                queue.pop_front();
+                active.push_back({{}, klass});
+                active.back().io.begin(context_, next.ring, next.pieces.front(), lane++, next.start);
+                ++running_[klass];
+                next.pieces.pop_front();
+                if (!next.pieces.empty()) queue.push_back(std::move(next));
+            }
+            for (const Issued& it : queue) deadline = std::min(deadline, it.deadline);
+        }
         return stopping_;
+    }
+
+    bool room(u32 klass) const {
+        i32 running = 0;
+        for (u32 other = klass; other < kClasses; ++other) running += running_[other];
+        return running < limits_[klass] && running_[0] + running_[1] + running_[2] < limits_[0];
+    }
+
+    // A step of each; true when some have finished.
+    bool step(std::vector<Active>& active, bool& submitted) {
+        std::array<i32, kClasses> finished{};
+        for (size_t i = 0; i < active.size();) {
+            Step was = active[i].io.state(), is = active[i].io.step(context_);
+            submitted |= was == Step::claiming && is == Step::polling;
+            if (is < Step::finished) {
+                ++i;
+                continue;
+            }
+            ++finished[active[i].klass];
+            active[i] = active.back();
+            active.pop_back();
+        }
+        std::lock_guard lock(mutex_);
+        for (u32 klass = 0; klass < kClasses; ++klass) running_[klass] -= finished[klass];
+        return finished[0] + finished[1] + finished[2] > 0;
     }
 
     // Takes the answers to commands that no sub-I/O waits for. Returns how many are still out.
@@ -113,11 +173,39 @@ private:
         return out;
     }
 
+    void drop(u32 code, const std::function<bool(const Issued&, u32)>& concerned) {
+        std::vector<std::pair<u32, u32>> dropped;
+        {
+            std::lock_guard lock(mutex_);
+            for (auto& queue : issued_) {
+                for (Issued& it : queue)
+                    std::erase_if(it.pieces, [&](u32 piece) { return concerned(it, piece) && (dropped.emplace_back(it.ring, piece), true); });
+                std::erase_if(queue, [](const Issued& it) { return it.pieces.empty(); });
+            }
+        }
+        for (auto [ring, piece] : dropped) FinishLate{context_}(ring, iocb_of(context_, ring).map[piece] & (kIocbContexts - 1), code);
+        if (!dropped.empty()) announce_completed();
+    }
+
+    // Rings `done` when an IOCB has become complete, and not for each sub-I/O: its listener is a Python thread.
+    void announce_completed() {
+        std::lock_guard lock(mutex_);
+        auto complete = [&](u32 ring) {
+            Completion& completion = reinterpret_cast<Completion*>(context_.completions)[ring];
+            return SystemRef<u64>(completion.serial).load(acquire) == iocb_of(context_, ring).serial;
+        };
+        if (std::erase_if(open_, complete)) done_.ring();
+    }
+
     const Context context_;
-    const u32 window_;
+    const TwinOptions options_;
     const std::vector<Controller*> controllers_;
-    std::mutex mutex_;
-    std::array<std::deque<Issued>, 3> issued_;  // by class
+    Bell& done_;
+    Bell work_;
+    std::mutex mutex_;  // guards the rest
+    std::array<std::deque<Issued>, kClasses> issued_;  // by class
+    std::array<i32, kClasses> limits_{}, running_{};
+    std::vector<u32> open_;  // issued, not complete
     bool stopping_ = false;
     std::atomic<u32> alive_;
     std::vector<std::thread> threads_;

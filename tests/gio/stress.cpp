@@ -140,7 +140,7 @@ void prepare(Memory& m, u32 ring, bool write, u32 version, std::mt19937_64& rand
         if (write) fill(memory, slots[i], version);
         else std::memset(memory, 0xee, blocks * kBlock);
         iocb.contexts[i] = {reinterpret_cast<u64>(memory), place, blocks * kBlock, -115, 0, static_cast<u8>(write ? kWrite : kRead), 0, slots[i]};
-        for (u32 p = 0; p < pieces_of(blocks * kBlock, m.drive.mdts); ++p) iocb.map[piece++] = p << kContextBits | i;
+        for (u32 p = 0; p < pieces_of(m.context, iocb.contexts[i]); ++p) iocb.map[piece++] = p << kContextBits | i;
     }
     iocb.pieces = piece;
 }

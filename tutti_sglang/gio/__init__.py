@@ -1,0 +1,1 @@
+"""GPU-submitted I/O: IOCB rings, queue pairs, controllers behind them, and what moves the bytes."""
