@@ -1,0 +1,1 @@
+"""Single functions, measured with pytest-benchmark: `python -m pytest benchmarks/micro`."""
