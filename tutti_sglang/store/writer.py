@@ -127,6 +127,10 @@ class Writer:
         held = contextlib.ExitStack()
         try:
             slots = self._room.take(space, len(cargo.keys))
+            if len(slots) < len(cargo.keys) and self._flying:
+                while self._flying:  # what is being written cannot be evicted
+                    self._land(self._flying.popleft())
+                slots = np.concatenate([slots, self._room.take(space, len(cargo.keys) - len(slots))])
             geometries = held.enter_context(self._parts.segments.use(np.unique(segments_of(slots)).tolist()))
             openable = np.isin(segments_of(slots), list(geometries))
             self._room.give_back(slots[~openable])
@@ -206,7 +210,10 @@ class Writer:
             self._parts.accepted.finish(parcel, self._parts.engine, owed[number] if owed else None)
 
     def _sweep(self) -> None:
-        """Slots whose late writes have come back can be used again."""
+        """Slots whose late writes have come back can be used again, and so can staging."""
+        staging = self._parts.staging
+        if staging.quarantined and (extent := staging.acquire(1)):
+            staging.release(extent)  # it looks through its quarantine at every use, and nobody else may be using it
         still: list[tuple[Ticket, Slots]] = []
         for ticket, slots in self._owed:
             if (self._parts.engine.wait(ticket, 0) == IN_PROGRESS).any():
