@@ -14,7 +14,7 @@ help:  ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 serve: .venv/ready  ## start a server with the tier [MODEL=path] [STORE=directory] [ARGS="further SGLang flags"]
-	$(BIN)/python -m tutti_sglang.integration.launch $(if $(MODEL),--model $(MODEL)) $(if $(STORE),--store $(STORE)) $(if $(ARGS),-- $(ARGS))
+	$(BIN)/python -m tutti_sglang.integration.launch $(if $(MODEL),--model $(MODEL)) $(if $(STORE),--store $(STORE)) $(ARGS)
 
 test: .venv/ready  ## run all tests [TESTS="paths and pytest options"]
 	$(BIN)/python -m pytest $(or $(TESTS),tests)
