@@ -1,3 +1,7 @@
+"""The checksum has one value everywhere, and notices what happens to stored bytes."""
+
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import xxhash
@@ -13,6 +17,9 @@ from tutti_sglang.testing.guard import GuardedRegion
 from tutti_sglang.testing.vectors import ROOT_VECTOR, TENSOR_VECTORS, pattern
 
 MASK = 2**64 - 1
+
+Summing = Callable[..., checksum.Sums]
+Copying = Callable[..., checksum.Sums]
 
 
 def by_the_book(data: bytes) -> int:
@@ -38,27 +45,27 @@ def addresses(array: np.ndarray, shift: int = 0) -> np.ndarray:
 
 
 @pytest.fixture(params=["python", "native"])
-def twin(request):
+def twin(request: pytest.FixtureRequest) -> str:
     if request.param == "native" and native.library() is None:
         pytest.skip(native.unavailable_reason())
-    return request.param
+    return str(request.param)
 
 
 @pytest.fixture
-def summing(twin):
+def summing(twin: str) -> Summing:
     if twin == "python":
         return lambda rows, sizes: checksum._sum_rows(None, *check_rows(rows, sizes))
     return sums
 
 
 @pytest.fixture
-def copying(twin):
+def copying(twin: str) -> Copying:
     if twin == "python":
         return lambda *arguments: checksum._sum_rows(*check_rows(*arguments))
     return copy_and_sum
 
 
-def test_the_keys_are_part_of_the_format():
+def test_the_keys_are_part_of_the_format() -> None:
     assert KEYS.shape == (512,)
     assert [hex(int(each)) for each in KEYS[[0, 1, 511]]] == [
         "0x3bf917d193cdb15a",
@@ -69,19 +76,19 @@ def test_the_keys_are_part_of_the_format():
 
 
 @pytest.mark.parametrize(("size", "value"), TENSOR_VECTORS.items())
-def test_published_tensor_vectors(summing, size, value):
+def test_published_tensor_vectors(summing: Summing, size: int, value: int) -> None:
     data = pattern(size)
     assert hex(int(summing([[data.ctypes.data]], [size])[0, 0])) == hex(value)
 
 
-def test_published_root_vector(twin):
+def test_published_root_vector(twin: str) -> None:
     row = np.array([list(TENSOR_VECTORS.values())], dtype=np.uint64)
     assert hex(int((roots if twin == "native" else checksum._hash_rows)(row)[0])) == hex(ROOT_VECTOR)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.binary(min_size=1, max_size=3 * BLOCK))
-def test_the_value_is_the_definition(data):
+def test_the_value_is_the_definition(data: bytes) -> None:
     array = np.frombuffer(data, np.uint8)
     rows = [[array.ctypes.data]]
     assert int(checksum._sum_rows(None, *check_rows(rows, [len(data)]))[0, 0]) == by_the_book(data)
@@ -90,7 +97,9 @@ def test_the_value_is_the_definition(data):
 
 @pytest.mark.parametrize("sizes", [(1,), (4095, 4096, 4097), (65536, 65537), (200_000, 8192), (131072,)])
 @pytest.mark.parametrize("shift", [0, 1, 8, 512])
-def test_copy_and_sum_copies_and_sums_each_tensor(copying, summing, sizes, shift):
+def test_copy_and_sum_copies_and_sums_each_tensor(
+    copying: Copying, summing: Summing, sizes: tuple[int, ...], shift: int
+) -> None:
     rng = np.random.default_rng(shift)
     source = rng.integers(256, size=(5, len(sizes), max(sizes) + 512), dtype=np.uint8)
     target = np.zeros_like(source)
@@ -105,7 +114,7 @@ def test_copy_and_sum_copies_and_sums_each_tensor(copying, summing, sizes, shift
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8193))
-def test_sums_touch_no_byte_beyond_the_tensor(size):
+def test_sums_touch_no_byte_beyond_the_tensor(size: int) -> None:
     source, target = GuardedRegion(size), GuardedRegion(size)
     source.view[:] = np.arange(source.size) % 251
     src, dst = ([[region.tail(size).ctypes.data]] for region in (source, target))
@@ -118,38 +127,38 @@ def test_sums_touch_no_byte_beyond_the_tensor(size):
     target.close()
 
 
-def test_nothing_sums_to_nothing():
+def test_nothing_sums_to_nothing() -> None:
     assert sums(np.empty((0, 2), np.uint64), [1, 2]).shape == (0, 2)
     assert roots(np.empty((0, 2), np.uint64)).shape == (0,)
 
 
-def test_finish_makes_tensor_checksums_of_block_sums():
+def test_finish_makes_tensor_checksums_of_block_sums() -> None:
     data = pattern(3 * BLOCK - 5)
     block_sums = np.array([[int(KEYS[0])] * 3], dtype=np.uint64)
     assert finish(block_sums, len(data)).shape == (1,)
     assert finish(block_sums, len(data)) != finish(block_sums, len(data) + 1)
 
 
-def test_roots_depend_on_every_tensor_and_their_order():
+def test_roots_depend_on_every_tensor_and_their_order() -> None:
     rows = np.array([[1, 2, 3], [1, 2, 4], [2, 1, 3]], dtype=np.uint64)
     assert len(set(roots(rows).tolist())) == 3
 
 
-def test_no_damage_goes_unnoticed():
+def test_no_damage_goes_unnoticed() -> None:
     assert undetected(20_000, 20250211, host_sums) == []
 
 
-def test_a_million_cases_are_one_command(capsys):
+def test_a_million_cases_are_one_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["100", "7"]) == 0
     assert "0 of 100" in capsys.readouterr().out
 
 
-def test_the_damage_test_can_fail():
+def test_the_damage_test_can_fail() -> None:
     assert undetected(500, 1, lambda tensors: tensors.sum(axis=1, dtype=np.uint64))
 
 
 @pytest.mark.parametrize("damage", Damage)
-def test_each_damage_changes_only_what_it_says(damage):
+def test_each_damage_changes_only_what_it_says(damage: Damage) -> None:
     rng = np.random.default_rng(3)
     data = rng.integers(256, size=4 * BLOCK, dtype=np.uint8)
     old = rng.integers(256, size=4 * BLOCK, dtype=np.uint8)

@@ -1,5 +1,8 @@
+"""Regions are aligned and come and go; rows are copied exactly, by both twins."""
+
 import mmap
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,11 +14,12 @@ from tutti_sglang.kernels import native
 from tutti_sglang.memory import HUGE_PAGE, PAGE, Region, copy_rows, view, windows
 from tutti_sglang.testing.guard import GuardedRegion
 
+Copy = Callable[..., None]
 TWINS = {"python": memory._copy_rows, "native": copy_rows}
 
 
 @pytest.fixture(params=TWINS)
-def copy(request):
+def copy(request: pytest.FixtureRequest) -> Copy:
     if request.param == "native" and native.library() is None:
         pytest.skip(native.unavailable_reason())
     return lambda dst, src, sizes: TWINS[request.param](*memory.check_rows(dst, src, sizes))
@@ -24,7 +28,7 @@ def copy(request):
 @pytest.mark.parametrize(
     ("size", "alignment"), [(1, PAGE), (PAGE + 1, PAGE), (HUGE_PAGE, HUGE_PAGE), (3 << 20, HUGE_PAGE)]
 )
-def test_region_is_zeroed_writable_and_aligned(size, alignment):
+def test_region_is_zeroed_writable_and_aligned(size: int, alignment: int) -> None:
     region = Region(size)
     assert region.address % alignment == 0
     assert region.size == -(-size // PAGE) * PAGE == len(region.view)
@@ -35,7 +39,7 @@ def test_region_is_zeroed_writable_and_aligned(size, alignment):
     region.close()
 
 
-def test_a_closed_region_lives_as_long_as_arrays_over_it():
+def test_a_closed_region_lives_as_long_as_arrays_over_it() -> None:
     region = Region(PAGE)
     kept = region.view[:10]
     region.close()
@@ -44,7 +48,7 @@ def test_a_closed_region_lives_as_long_as_arrays_over_it():
     assert region.address == 0
 
 
-def test_closed_regions_are_unmapped():
+def test_closed_regions_are_unmapped() -> None:
     def mapped() -> int:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * mmap.PAGESIZE
@@ -57,7 +61,7 @@ def test_closed_regions_are_unmapped():
     assert mapped() - before < 64 << 20
 
 
-def test_a_forked_child_does_not_get_the_region():
+def test_a_forked_child_does_not_get_the_region() -> None:
     region = Region(PAGE)
     child = os.fork()
     if not child:
@@ -70,7 +74,7 @@ def test_a_forked_child_does_not_get_the_region():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_view_shares_memory():
+def test_view_shares_memory() -> None:
     array = np.arange(256, dtype=np.uint8)
     seen = view(array.ctypes.data + 3, 10)
     assert (seen == array[3:13]).all()
@@ -78,7 +82,7 @@ def test_view_shares_memory():
     assert array[3] == 99
 
 
-def test_windows_gather_and_scatter_whole_rows():
+def test_windows_gather_and_scatter_whole_rows() -> None:
     data = np.arange(1000, dtype=np.int64).astype(np.uint8)
     places = np.array([900, 3, 500], dtype=np.uint64)
     rows, index = windows(np.uint64(data.ctypes.data) + places, 5)
@@ -90,7 +94,7 @@ def test_windows_gather_and_scatter_whole_rows():
 
 @pytest.mark.parametrize("sizes", [(1,), (512, 4096), (4095, 65536, 1), (65535, 65537), (300_000, 8)])
 @pytest.mark.parametrize("shift", [0, 1, 8, 512])
-def test_copy_rows_moves_each_row_and_nothing_else(copy, sizes, shift):
+def test_copy_rows_moves_each_row_and_nothing_else(copy: Copy, sizes: tuple[int, ...], shift: int) -> None:
     rng = np.random.default_rng(len(sizes) + shift)
     room = max(sizes) + 640
     source = rng.integers(256, size=(7, len(sizes), room), dtype=np.uint8)
@@ -106,7 +110,7 @@ def test_copy_rows_moves_each_row_and_nothing_else(copy, sizes, shift):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 8193), min_size=1, max_size=4), st.integers(0, 5))
-def test_copy_rows_stays_inside_its_rows(sizes, rows):
+def test_copy_rows_stays_inside_its_rows(sizes: tuple[int, ...], rows: int) -> None:
     source, target = GuardedRegion(max(sizes) * len(sizes)), GuardedRegion(max(sizes) * len(sizes))
     source.view[:] = np.arange(source.size) % 251
     ends = np.cumsum(sizes)
@@ -122,18 +126,18 @@ def test_copy_rows_stays_inside_its_rows(sizes, rows):
     target.close()
 
 
-def test_copy_rows_of_nothing(copy):
+def test_copy_rows_of_nothing(copy: Copy) -> None:
     copy(np.empty((0, 3), np.uint64), np.empty((0, 3), np.uint64), [1, 2, 3])
 
 
 @pytest.mark.parametrize("sizes", [(0,), (4, 4)])
-def test_shapes_that_do_not_fit_are_a_bug(sizes):
+def test_shapes_that_do_not_fit_are_a_bug(sizes: tuple[int, ...]) -> None:
     rows = np.zeros((1, 1), np.uint64)
     with pytest.raises(AssertionError):
         copy_rows(rows, rows, sizes)
 
 
-def test_the_memory_limit_is_what_the_machine_has_or_less():
+def test_the_memory_limit_is_what_the_machine_has_or_less() -> None:
     with open("/proc/meminfo") as file:
         total = int(file.readline().split()[1]) * 1024
     assert 1 << 20 < memory.memory_limit() <= total

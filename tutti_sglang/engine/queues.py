@@ -92,7 +92,7 @@ class DriveQueue:
         """Transfers of `segment` go to `fd` from now on."""
         with self._lock:
             if segment in self._files:
-                raise EngineError(f"Segment {segment} has a file", "Detach it first")
+                raise EngineError(f"Segment {segment} has a file already", "Detach it first")
             self._files[segment] = File(segment, fd)
 
     def detach(self, segment: int, timeout: float) -> bool:

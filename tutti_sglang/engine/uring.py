@@ -137,7 +137,8 @@ class UringEngine:
         error = self.library.tutti_engine_attach(self._handle, drive, segment, fd)
         if error == -errno.ESHUTDOWN:
             raise EngineError("The I/O engine is closed")
-        assert not error, f"segment {segment} has a file already"
+        if error:
+            raise EngineError(f"Segment {segment} has a file already", "Detach it first")
 
     def detach(self, drive: int, segment: int, timeout: float = 5.0) -> bool:
         """As Engine.detach."""

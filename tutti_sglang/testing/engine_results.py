@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -53,7 +54,6 @@ class EngineResults(EngineCase):
         batch = rig.batch(offsets, operation=Operation.WRITE, drives=drives)
         wanted = rig.content.copy()
         for i in range(len(batch)):
-            rig.expected(batch, i)  # inside the files
             wanted[drives[i], offsets[i] : offsets[i] + BLOCK] = rig.in_memory(batch, i)
         assert (run(engine, batch, IoClass.WRITE) == BLOCK).all()
         for drive, paths in enumerate(rig.paths):
@@ -219,3 +219,17 @@ class EngineResults(EngineCase):
         assert results.tolist() == [BLOCK, *[-errno.ENOSPC] * 3, BLOCK, BLOCK]
         assert engine.detach(5, 0)
         os.close(full)
+
+    def test_a_file_that_may_not_grow_is_told_after_a_short_write(self, rig: Rig, start: Start) -> None:
+        engine = start(max_io=1 << 20)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        batch = rig.batch(np.arange(8) * BLOCK, operation=Operation.WRITE)
+        rig.memory[:] = 3
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4 * BLOCK + 100, hard))  # Python ignores SIGXFSZ
+            results = run(engine, batch, IoClass.WRITE)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert results.tolist() == [*[BLOCK] * 4, *[-errno.EFBIG] * 4]
+        assert all((rig.on_disk(batch, i) == 3).all() for i in range(4))
+        assert (rig.on_disk(batch, 5) == rig.expected(batch, 5)).all()
