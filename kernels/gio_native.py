@@ -66,15 +66,12 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("c++")
 
 
-def compile_cpp(output: Path, sources: tuple[Path, ...], *flags: str) -> None:
-    """Compile and link with the protocol headers; without libcu++ they use the standard's atomics.
-
-    Raises RuntimeError with the compiler's words.
-    """
+def compile_cpp(output: Path, sources: tuple[Path, ...], *flags: str, headers: Path | None = None) -> None:
+    """Compile and link with the protocol headers, which take their atomics from libcu++ in `headers`, or from the
+    standard library. Raises RuntimeError with the compiler's words."""
     command = compiler()
     if command is None:
         raise RuntimeError("no C++ compiler: install g++ 12 or newer")
-    headers = cccl()
     include = [f"-I{FOLDER}", *(["-isystem", str(headers)] if headers else [])]
     arguments = [
         command,
@@ -96,7 +93,7 @@ def compile_cpp(output: Path, sources: tuple[Path, ...], *flags: str) -> None:
 def build(folder: Path) -> Path:
     """Compile the library into `folder`, for a source tree that nobody installed. Returns its path."""
     output = folder / "_gio.so"
-    compile_cpp(output, SOURCES, "-O2", "-fPIC", "-shared")
+    compile_cpp(output, SOURCES, "-O2", "-fPIC", "-shared", headers=cccl())
     return output
 
 

@@ -161,8 +161,8 @@ private:
         LocalRef<u32> word(state_of(q).commands[cid_].word);
         // Acquire: the data and the CQE behind the status. Pairs with the exchange in sweep.
         u32 seen = word.load(acquire);
+        if (!(seen & kDone) && sweep(q, FinishLate(c))) seen = word.load(acquire);
         if (!(seen & kDone)) {
-            sweep(q, FinishLate(c));
             if (now_ns() - submitted_ <= iocb_of(c, ring_).poll_ns) return;
             // The command, its identifier and its memory stay the controller's. Whoever sweeps its CQE, in whichever IOCB, finishes the piece.
             LocalRef<u32>(state_of(q).late).fetch_add(1, relaxed);

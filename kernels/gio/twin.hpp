@@ -94,10 +94,10 @@ private:
             u64 seen = work_.count();
             u64 deadline = ~0ull;
             if (begin(active, lane, deadline)) break;
-            bool submitted = false, finished = step(active, submitted);
+            // First take what has come, then look: an answer that comes in between rings after `seen` was read, and the wait below ends at once.
             u32 before = late;
             late = reap_all();
-            finished |= late < before;
+            bool submitted = false, finished = step(active, submitted) || late < before;
             if (submitted)
                 for (Controller* controller : controllers_) controller->commands.ring();
             if (finished) announce_completed();
@@ -160,15 +160,12 @@ private:
         return finished[0] + finished[1] + finished[2] > 0;
     }
 
-    // Takes the answers to commands that no sub-I/O waits for. Returns how many are still out.
+    // Takes all answers that have come. Returns how many commands are out that no sub-I/O waits for.
     u32 reap_all() {
         u32 out = 0;
         for (u32 d = 0; d < context_.drive_count; ++d) {
             const Drive& drive = reinterpret_cast<const Drive*>(context_.drives)[d];
-            for (u32 i = 0; i < drive.queue_count; ++i) {
-                const QueuePair& queue = reinterpret_cast<const QueuePair*>(drive.queues)[i];
-                if (LocalRef<u32>(state_of(queue).late).load(relaxed)) out += reap(context_, queue);
-            }
+            for (u32 i = 0; i < drive.queue_count; ++i) out += reap(context_, reinterpret_cast<const QueuePair*>(drive.queues)[i]);
         }
         return out;
     }

@@ -28,17 +28,22 @@ SCENARIOS = {
 }
 
 
+def _atomics(flags: tuple[str, ...]) -> Path | None:
+    """ThreadSanitizer watches libcu++, as NVRTC compiles it; the plain build takes the standard's, as setup.py may."""
+    return gio_native.cccl() if flags == TSAN else None
+
+
 def _controller(folder: Path, flags: tuple[str, ...]) -> Path:
     """The controller as one object file."""
     output = folder / "controller.o"
     sources = (gio_native.FOLDER / "controller.cpp", gio_native.FOLDER / "controller_io.cpp")
-    gio_native.compile_cpp(output, sources, *flags, "-r")
+    gio_native.compile_cpp(output, sources, *flags, "-r", headers=_atomics(flags))
     return output
 
 
 def _build(folder: Path, headers: Path, controller: Path, flags: tuple[str, ...]) -> Path:
     output = folder / "stress"
-    gio_native.compile_cpp(output, (HERE / "stress.cpp", controller), f"-I{headers}", *flags)
+    gio_native.compile_cpp(output, (HERE / "stress.cpp", controller), f"-I{headers}", *flags, headers=_atomics(flags))
     return output
 
 

@@ -14,11 +14,27 @@ _LINE = 64  # bytes that one doorbell has for itself, so that no two share a cac
 _MAX_BLOCKS = 1 << 16  # of one command: NLB has 16 bits
 
 
+class Shared(Protocol):
+    """Memory of which the host has a `view`, and the mover the `address`."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def view(self) -> npt.NDArray[np.uint8]: ...
+
+
 class Memory(Protocol):
     """Where a mover's memory comes from."""
 
     def shared(self, size: int) -> Region:
         """Zeroed bytes that host, mover and controller all see under one address."""
+
+    def iocbs(self, size: int) -> Shared:
+        """Zeroed bytes for what the host writes and the mover reads: near the mover, if that can be had."""
+
+    def flush(self) -> None:
+        """Let what the host wrote there arrive before the mover is started."""
 
     def local(self, size: int) -> int:
         """The address of zeroed bytes that only the mover touches."""
@@ -37,6 +53,13 @@ class HostMemory:
         """As Memory.shared."""
         self._regions.append(Region(size))
         return self._regions[-1]
+
+    def iocbs(self, size: int) -> Region:
+        """As Memory.iocbs."""
+        return self.shared(size)
+
+    def flush(self) -> None:
+        """As Memory.flush; there is nothing to do."""
 
     def local(self, size: int) -> int:
         """As Memory.local."""

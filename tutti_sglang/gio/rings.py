@@ -51,7 +51,9 @@ class IocbRing:
         assert depth > 0
         self.depth = depth
         self.mdts = np.array([drive.limits.transfer for drive in drives], dtype=np.int64)
-        iocbs = memory.shared(depth * abi.IOCB_DTYPE.itemsize)
+        self.most_queues = max(len(drive.pairs.table) for drive in drives)
+        self._memory = memory
+        iocbs = memory.iocbs(depth * abi.IOCB_DTYPE.itemsize)
         completions = memory.shared(depth * abi.COMPLETION_DTYPE.itemsize)
         self.iocbs = iocbs.view[: depth * abi.IOCB_DTYPE.itemsize].view(abi.IOCB_DTYPE)
         self.completions = completions.view[: depth * abi.COMPLETION_DTYPE.itemsize].view(abi.COMPLETION_DTYPE)
@@ -124,6 +126,7 @@ class IocbRing:
     def issue_io(self, ids: npt.NDArray[np.int64], sms: int = 0) -> None:
         """Let the mover carry out filled IOCBs, on `sms` SMs: one launch per run of consecutive ones."""
         assert self.mover is not None
+        self._memory.flush()
         starts = np.flatnonzero(np.append(True, np.diff(ids) % self.depth != 1))
         for run in np.split(ids, starts[1:]):
             event = self._events[run[0]]
