@@ -122,21 +122,20 @@ class ThreadsEngine:
         place = Place(file.fd, start % self._segment_size, drive, start)
         operation = Operation(job.batch["operation"][first])
         iovecs = job.iovecs[first:last]
-        ends = np.cumsum(iovecs[:, 1])
-        moved, error = self._transfer(operation, place, iovecs, int(ends[-1]))
         results = iovecs[:, 1].astype(np.int32)
+        size = int(results.sum(dtype=np.int64))
+        moved, error = self._transfer(operation, place, iovecs, size)
+        if moved == size:
+            return results
+        ends = np.cumsum(results, dtype=np.int64)
         served = int(np.searchsorted(ends, moved, side="right"))
-        if served == len(results):
-            return results
+        lengths = results[served:].tolist()
         results[served:] = error
-        if len(results) == 1:
-            return results
-        for i in range(served, len(results)):
+        for i, length in enumerate(lengths if last - first > 1 else (), served):
             if time.monotonic() > job.deadline:
                 break
-            size = int(iovecs[i, 1])
-            moved, error = self._transfer(operation, place.after(int(ends[i]) - size), iovecs[i : i + 1], size)
-            results[i] = error if error else size
+            _, error = self._transfer(operation, place.after(int(ends[i]) - length), iovecs[i : i + 1], length)
+            results[i] = error or length
         return results
 
     def _transfer(self, operation: Operation, place: Place, iovecs: Iovecs, size: int) -> tuple[int, int]:
