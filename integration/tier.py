@@ -2,6 +2,7 @@
 
 import logging
 import uuid
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -42,8 +43,8 @@ class Tier:
             storage.model_name, loaded.config.model_id
         )
         self.store = ObjectStore(loaded.config, metrics=process_metrics())
-        self.flat = FlatObjects(self.store, self._flat_namespace)
         self._pools: dict[str, StoredPool] = {}
+        self.flat = self._flat_objects()
         logger.info("tutti: %s; %s", loaded.describe() or "default settings", self.store.describe())
 
     def attach(self, name: str, pool: Any) -> None:
@@ -98,7 +99,7 @@ class Tier:
         weights = f"{_UPDATED}{uuid.uuid4().hex}"
         self._identity = msgspec.structs.replace(self._identity, weights=weights, draft_weights="")
         self._pools = {name: self._stored(name, pool.view) for name, pool in self._pools.items()}
-        self.flat = FlatObjects(self.store, self._flat_namespace)
+        self.flat = self._flat_objects()
         return True
 
     def close(self, timeout: float) -> bool:
@@ -113,10 +114,16 @@ class Tier:
     def _stored(self, name: str, view: PoolView) -> StoredPool:
         return StoredPool(self.store, view, ids.namespaces(self._identity, self._storage, view, str(name)))
 
-    def _flat_namespace(self, nbytes: int, dtype: str) -> Namespace:
-        anchor = self._pools.get(PoolName.KV)
-        view = anchor.view if anchor else None
-        return ids.flat_namespace(self._identity, self._storage, view, nbytes, dtype)
+    def _flat_objects(self) -> FlatObjects:
+        # Holds no reference to this object: a cycle would keep a detached store's files until the next collection.
+        return FlatObjects(self.store, partial(_flat_namespace, self._identity, self._storage, self._pools))
+
+
+def _flat_namespace(
+    identity: ids.Identity, storage: HiCacheStorageConfig, pools: dict[str, StoredPool], nbytes: int, dtype: str
+) -> Namespace:
+    anchor = pools.get(PoolName.KV)
+    return ids.flat_namespace(identity, storage, anchor.view if anchor else None, nbytes, dtype)
 
 
 def _world_rank(storage: HiCacheStorageConfig) -> int:
