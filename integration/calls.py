@@ -21,8 +21,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def key_bytes(keys: list[str]) -> bytes:
-    """32 bytes for each key: a page hash (64 hex digits, sglang mem_cache/utils.py:141) as it is, anything else by its
-    SHA-256."""
+    """32 bytes for each key: a page hash (64 hex digits, sglang mem_cache/utils.py:141) as it is, any other key by a
+    SHA-256 that no page hash equals."""
     joined = "".join(keys)
     if joined.isascii() and joined == joined.lower() and set(map(len, keys)) <= {2 * KEY_BYTES}:
         try:
@@ -32,7 +32,7 @@ def key_bytes(keys: list[str]) -> bytes:
         if len(binary) == KEY_BYTES * len(keys):  # fromhex skips blanks
             return binary
     if len(keys) == 1:
-        return hashlib.sha256(joined.encode("utf-8", "surrogatepass")).digest()
+        return hashlib.sha256(b"tutti key\0" + joined.encode("utf-8", "surrogatepass")).digest()
     return b"".join(key_bytes([key]) for key in keys)
 
 
