@@ -1,8 +1,9 @@
-"""Real SGLang pools on the CPU: the device pool and its host pool, small, unpinned."""
+"""Real SGLang pools on the CPU, small and unpinned, and the configuration that SGLang hands over with them."""
 
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
@@ -83,3 +84,12 @@ def fill(pool: Any, seed: int) -> None:
 def slots(pool: Any, pages: list[int]) -> torch.Tensor:
     """Token slots of `pages`, as the pool's alloc() gives them."""
     return torch.cat([torch.arange(p * pool.page_size, (p + 1) * pool.page_size) for p in pages]).to(torch.int64)
+
+
+def storage(**changed: Any) -> HiCacheStorageConfig:
+    """What SGLang hands over for a plain server of one rank, but for `changed`."""
+    plain: dict[str, Any] = {
+        **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1},
+        **{"is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": False, "model_name": "m"},
+    }
+    return HiCacheStorageConfig(**(plain | changed))

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
 from sglang.srt.server_args import ServerArgs
 
-from tests.integration.host_pools import HEADS, mha_pool, mla_pool
+from tests.integration.host_pools import HEADS, mha_pool, mla_pool, storage
 from tutti_sglang.integration.cpu_model import built_in_model, write_model
 from tutti_sglang.integration.identity import (
     Identity,
@@ -32,14 +32,6 @@ from tutti_sglang.integration.pools import view_of
 from tutti_sglang.store.namespace import Namespace
 
 MODEL = Identity(model="{}", weights="aa", draft_weights="dd", kv_dtype="fp8_e4m3", kv_heads=HEADS)
-
-
-def storage(**changed: Any) -> HiCacheStorageConfig:
-    plain: dict[str, Any] = {
-        **{"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1},
-        **{"is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": False, "model_name": "m"},
-    }
-    return HiCacheStorageConfig(**(plain | changed))
 
 
 def _one(identity: Identity, config: HiCacheStorageConfig, pool: Any) -> Namespace:
