@@ -106,8 +106,20 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
+def _installed() -> Path | None:
+    return next(iter(sorted(Path(__file__).parent.glob(_PATTERN))), None)
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library that was built at installation, loaded once; None: there was no C++20 compiler."""
-    found = sorted(Path(__file__).parent.glob(_PATTERN))
-    return load(found[0]) if found else None
+    found = _installed()
+    return load(found) if found else None
+
+
+def current(folder: Path) -> ctypes.CDLL:
+    """For tests and figures: the library of the sources as they are, the installed one or built into `folder`. Raises
+    RuntimeError without a compiler."""
+    found = _installed()
+    newest = max(path.stat().st_mtime for path in FOLDER.iterdir())
+    return load(found if found and found.stat().st_mtime > newest else build(folder))

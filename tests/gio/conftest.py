@@ -11,4 +11,4 @@ from tutti_sglang.kernels import gio_native
 def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if gio_native.compiler() is None:
         pytest.skip("no C++ compiler: the software controller and the CPU twin cannot be built")
-    return gio_native.load(gio_native.build(tmp_path_factory.mktemp("gio")))
+    return gio_native.current(tmp_path_factory.mktemp("gio"))
