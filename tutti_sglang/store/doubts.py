@@ -41,7 +41,7 @@ class Doubts:
         with self._lock:
             self._condemned.update(((namespace, key), slot) for key, slot in zip(keys, slots.tolist(), strict=True))
 
-    def claimed(self, namespace: int, keys: list[bytes]) -> npt.NDArray[np.bool_]:
+    def trusted(self, namespace: int, keys: list[bytes]) -> npt.NDArray[np.bool_]:
         """(n,) False for what is hidden or condemned."""
         now = time.monotonic()
         with self._lock:

@@ -69,13 +69,17 @@ class Growth:
             self._segments.refresh()
             return True
 
-    def evict(self, space: Space, missing: int) -> bool:
-        """Make room for about `missing` objects of the namespace; False when nothing could go. StoreError."""
-        rows = [row for row in self._segments.rows() if self._segments.idle(row.id) and self._segments.writable(row.id)]
-        mine = [row.id for row in rows if row.namespace == space.id] or [row.id for row in rows]
-        gone = self.drop(min(mine)) if mine else None
+    def evict(self, space: Space, missing: int) -> int:
+        """Make room for about `missing` objects of the namespace; how many slots become free, now or when their
+        readers have
+        left them. StoreError."""
+        segments = self._segments
+        rows = [row for row in segments.rows() if segments.writable(row.id) and not segments.being_written(row.id)]
+        rows = [row for row in rows if row.namespace == space.id] or rows
+        oldest = min(rows, key=lambda row: row.id, default=None)
+        gone = self.drop(oldest.id) if oldest else None
         self._parts.metrics.add("tutti_evicted_objects", gone or 0)
-        return gone is not None
+        return oldest.slots if oldest and gone is not None else 0
 
     def drop(self, number: int) -> int | None:
         """Take a segment away with all that is in it; how many objects went, None when it could not be done now. Who is

@@ -22,7 +22,7 @@ from tutti_sglang.store.opening import close_parts, open_parts
 from tutti_sglang.store.publisher import Publisher
 from tutti_sglang.store.putting import Putter
 from tutti_sglang.store.room import Room
-from tutti_sglang.store.sight import Flags, claim, look
+from tutti_sglang.store.sight import Flags, look
 from tutti_sglang.store.space import Space
 from tutti_sglang.store.upkeep import Upkeep
 from tutti_sglang.store.verify import Verifier, VerifyReport
@@ -91,7 +91,7 @@ class ObjectStore:
         def act() -> Flags:
             space = self._parts.spaces[ns]
             accepted = self._parts.accepted.contains(ns, split(keys)) if len(self._parts.accepted) else False
-            return accepted | claim(self._parts, space, keys, look(self._parts, space, keys))
+            return accepted | look(self._parts, space, keys).claimed
 
         return self._guard("lookup", act, np.zeros(count(keys), dtype=np.bool_))
 

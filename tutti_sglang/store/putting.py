@@ -10,7 +10,7 @@ from tutti_sglang.store.accepted import Parcel
 from tutti_sglang.store.keys import split
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.plan import object_addresses, tensor_addresses
-from tutti_sglang.store.sight import Flags, claim, look
+from tutti_sglang.store.sight import Flags, look
 from tutti_sglang.store.space import Space
 
 PARCEL_BYTES = 8 << 20
@@ -45,11 +45,10 @@ class Putter:
     def _stored(self, space: Space, keys: bytes, names: list[bytes]) -> Flags:
         """(n,) what need not be written. What is recorded and cannot be read now makes way for the new copy."""
         sight = look(self._parts, space, keys)
-        stored = claim(self._parts, space, keys, sight)
-        stale = np.flatnonzero(sight.recorded & ~stored)
+        stale = np.flatnonzero(sight.recorded & ~sight.claimed)
         if len(stale):
             self._parts.doubts.condemn(space.id, [names[each] for each in stale.tolist()], sight.slots[stale])
-        return stored
+        return sight.claimed
 
     def _accept(self, space: Space, names: list[bytes], rows: Addresses, depth: Which, deadline: float) -> bool:
         accepted = self._parts.accepted

@@ -41,16 +41,21 @@ class Room:
         lease = self._leases.setdefault(space.id, SlotLease())
         self._last_take = time.monotonic()
         taken = self._take_writable(lease, count)
-        evicted = False
-        while len(taken) < count and time.monotonic() < self._last_take + SETTLE_SECONDS:
-            missing = count - len(taken)
+        coming = 0  # slots that were evicted and are not here yet: readers have to leave them first
+        patience = time.monotonic() + SETTLE_SECONDS
+        while (missing := count - len(taken)) > 0 and time.monotonic() < patience:
             if not self._lease(space, lease, missing) and not self._growth.add(space):
-                if evicted:
+                if coming >= missing:
                     time.sleep(_POLL)
-                elif not self._growth.evict(space, missing):
+                    continue
+                freed = self._growth.evict(space, missing - coming)
+                if not freed:
                     break
-                evicted = True
-            taken = np.concatenate([taken, self._take_writable(lease, missing)])
+                coming += freed
+            more = self._take_writable(lease, missing)
+            taken = np.concatenate([taken, more])
+            coming = max(0, coming - len(more))
+            patience = time.monotonic() + SETTLE_SECONDS
         return taken
 
     def give_back(self, slots: Slots) -> None:

@@ -27,13 +27,14 @@ def file_name(segment: int) -> str:
 @dataclass(slots=True)
 class Segment:
     """One row of the index's table. `files`: the descriptor on each drive, usable when `open`, else still to be closed;
-    `users`: who relies on them now."""
+    `users`: who relies on them now, `writers` among them."""
 
     row: SegmentRow
     geometry: Geometry
     files: dict[int, int] = field(default_factory=dict)
     open: bool = False
     users: int = 0
+    writers: int = 0
     gone: bool = False
 
 
@@ -117,17 +118,17 @@ class Segments:
             and all(drive in self.drives and self.drives[drive].writes.in_service for drive in found.row.cycle)
         )
 
-    def idle(self, number: int) -> bool:
-        """Whether nobody in this process is reading or writing the segment."""
+    def being_written(self, number: int) -> bool:
+        """Whether this process is writing to the segment: dropping it then would lose what is written."""
         found = self._table.get(number)
-        return found is None or not found.users
+        return found is not None and found.writers > 0
 
     def unwritable(self, namespace: int) -> list[int]:
         """The segments of a namespace that are not `writable`."""
         return [row.id for row in self.rows() if row.namespace == namespace and not self.writable(row.id)]
 
     @contextlib.contextmanager
-    def use(self, numbers: Iterable[int]) -> Iterator[dict[int, Geometry]]:
+    def use(self, numbers: Iterable[int], writing: bool = False) -> Iterator[dict[int, Geometry]]:
         """The geometry of those segments that could be opened; their files stay open until the end."""
         held: dict[int, Segment] = {}
         try:
@@ -135,11 +136,13 @@ class Segments:
                 found = self.find(number)
                 if found is not None and self._hold(found):
                     held[number] = found
+                    found.writers += writing
             yield {number: each.geometry for number, each in held.items()}
         finally:
             with self._lock:
                 for each in held.values():
                     each.users -= 1
+                    each.writers -= writing
 
     def complete(self, number: int) -> bool:
         """False when a drive of the segment is there and its file is not, or is too short."""

@@ -16,11 +16,14 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Sight(NamedTuple):
-    """(n,) each. `recorded`: the index has it; `readable`: and all drives of its segment serve."""
+    """(n,) each. `recorded`: the index has it; `readable`: and all drives of its segment serve; `claimed`: and
+    nothing speaks
+    against promising it."""
 
     records: Records
     recorded: Flags
     readable: Flags
+    claimed: Flags
 
     @property
     def slots(self) -> Slots:
@@ -30,6 +33,9 @@ class Sight(NamedTuple):
 
 def look(parts: Parts, space: Space, keys: bytes) -> Sight:
     """Ask the index. Never raises: what cannot be found out is not there."""
+    # Doubts before records: what is settled between the two is then neither in doubt nor recorded, and not the other
+    # way round.
+    trusted = parts.doubts.trusted(space.id, split(keys)) if parts.doubts.any else True
     records = parts.index.lookup(space.id, keys).records
     recorded = records["slot"] != NO_SLOT
     readable = recorded.copy()
@@ -37,11 +43,4 @@ def look(parts: Parts, space: Space, keys: bytes) -> Sight:
     for segment in np.unique(segments[recorded]).tolist():
         if not parts.segments.readable(segment):
             readable[segments == segment] = False
-    return Sight(records, recorded, readable)
-
-
-def claim(parts: Parts, space: Space, keys: bytes, sight: Sight) -> Flags:
-    """(n,) what a lookup may promise: readable, and not in doubt."""
-    if not parts.doubts.any or not sight.readable.any():
-        return sight.readable
-    return sight.readable & parts.doubts.claimed(space.id, split(keys))
+    return Sight(records, recorded, readable, readable & trusted)

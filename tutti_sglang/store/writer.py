@@ -131,7 +131,9 @@ class Writer:
                 while self._flying:  # what is being written cannot be evicted
                     self._land(self._flying.popleft())
                 slots = np.concatenate([slots, self._room.take(space, len(cargo.keys) - len(slots))])
-            geometries = held.enter_context(self._parts.segments.use(np.unique(segments_of(slots)).tolist()))
+            geometries = held.enter_context(
+                self._parts.segments.use(np.unique(segments_of(slots)).tolist(), writing=True)
+            )
             openable = np.isin(segments_of(slots), list(geometries))
             self._room.give_back(slots[~openable])
             slots = slots[openable]
