@@ -11,6 +11,7 @@ FOLDER = Path(__file__).parent / "gio"
 SOURCES = (FOLDER / "controller.cpp", FOLDER / "controller_io.cpp", FOLDER / "library.cpp")
 
 _PATTERN = "_gio*.so"
+_CUDA = Path("/usr/local/cuda")
 _u32, _u64, _i32, _pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int32, ctypes.c_void_p
 
 # kernels/gio/library.cpp: name → (result, arguments).
@@ -53,11 +54,11 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 def cccl() -> Path | None:
-    """The headers of libcu++ (wheel nvidia-cuda-cccl), whose atomics both targets use; None: not installed."""
-    for folder in map(Path, sys.path):
-        for found in folder.glob("nvidia/*/include/cccl"):
-            if (found / "cuda" / "atomic").exists():
-                return found
+    """The headers of libcu++ (wheel nvidia-cuda-cccl, or CUDA's own), whose atomics both targets use; None: absent."""
+    wheels = (found for folder in map(Path, sys.path) for found in folder.glob("nvidia/*/include/cccl"))
+    for found in (*wheels, _CUDA / "include/cccl", _CUDA / "include"):
+        if (found / "cuda/atomic").exists():
+            return found
     return None
 
 

@@ -13,20 +13,9 @@ from tutti_sglang.gio.controller import Faults
 from tutti_sglang.gio.queues import HostMemory
 from tutti_sglang.gio.rings import Budget
 from tutti_sglang.gio.twin import Bell, Twin
-from tutti_sglang.testing.gio_rig import GioRig, Shape
+from tutti_sglang.testing.gio_rig import SHAPES, GioRig, Shape
 
 Start = Callable[..., GioRig]
-
-SHAPES = {
-    "SGL": Shape(),
-    "PRP": Shape(sgl=False),
-    "PRP without lists": Shape(sgl=False, mdts=8192),
-    "PRP lists of 256": Shape(sgl=False, mdts=1 << 20, segment=4 << 20, memory=16 << 20),
-    "blocks of 4 KiB": Shape(block_shift=12),
-    "an LBA range": Shape(first_block=4096),
-    "a command per block": Shape(mdts=512),
-    "one slot": Shape(mdts=4096, pairs=1, log_entries=1),
-}
 
 
 @pytest.fixture
@@ -52,32 +41,18 @@ def start(native: ctypes.CDLL, tmp_path: Path) -> Iterator[Start]:
         assert not states["stray"].any()
 
 
-def random_batch(rig: GioRig, rng: np.random.Generator, *, alignment: int, write: bool) -> np.ndarray:
-    """Disjoint IOCTX of 1 block to 3 MDTS, in random order, at memory addresses that are multiples of `alignment`."""
-    block = 1 << rig.shape.block_shift
-    lengths = rng.integers(1, min(3 * rig.shape.mdts, rig.shape.segment // 3) // block, size=12) * block
-    per_segment = len(lengths) // 2
-    starts = np.concatenate([np.cumsum(half) - half for half in (lengths[:per_segment], lengths[per_segment:])])
-    keep = starts + lengths <= rig.shape.segment
-    offsets = starts + np.repeat([0, rig.shape.segment], per_segment)
-    places = (np.cumsum(lengths + 4096) - lengths) // alignment * alignment + alignment * int(rng.integers(2))
-    keep &= places + lengths <= rig.shape.memory
-    order = rng.permutation(int(keep.sum()))
-    return rig.batch(offsets[keep][order], lengths[keep][order], int(write), places[keep][order])
-
-
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
 def test_bytes_arrive_at_their_place(start: Start, name: str, seed: int) -> None:
     shape = SHAPES[name]
     rig = start(shape)
     rng = np.random.default_rng(seed)
-    read = random_batch(rig, rng, alignment=4 if shape.sgl else 512, write=False)
+    read = rig.random_batch(rng, alignment=4 if shape.sgl else 512)
     assert rig.run(read).tolist() == read["length"].tolist()
     for i in range(len(read)):
         assert (rig.in_memory(read, i) == rig.expected(read, i)).all()
     rig.region.view[:] = rng.integers(256, size=shape.memory, dtype=np.uint8)
-    write = random_batch(rig, rng, alignment=4096, write=True)
+    write = rig.random_batch(rng, alignment=4096, operation=1)
     wanted = rig.content.copy()
     for i in range(len(write)):
         wanted[int(write["offset"][i]) :][: int(write["length"][i])] = rig.in_memory(write, i)

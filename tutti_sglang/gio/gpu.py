@@ -112,8 +112,8 @@ class GpuMover:
 
     def __init__(self, ring: IocbRing, device: Device, wake: Callable[[], None] = lambda: None) -> None:
         self._ring, self._device, self._wake = ring, device, wake
-        major, minor = device.compute_capability
-        code = gio_uring.compile_kernels(f"sm_{major}{minor}").code
+        self.architecture = f"sm_{device.arch}"
+        code = gio_uring.compile_kernels(self.architecture).code
         self._kernel, self._reap, self._abort = (code.get_kernel(name) for name in gio_uring.KERNELS)
         self._streams: dict[int, tuple[Stream, int, Any]] = {}
         self._running: list[Any] = []

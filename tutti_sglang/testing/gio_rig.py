@@ -35,6 +35,19 @@ class Shape:
     first_block: int = 0  # where the store's blocks begin; whole segments
 
 
+SHAPES = {
+    "SGL": Shape(),
+    "PRP": Shape(sgl=False),
+    "PRP without lists": Shape(sgl=False, mdts=8192),
+    "PRP lists of 256": Shape(sgl=False, mdts=1 << 20, segment=4 << 20, memory=16 << 20),
+    "blocks of 4 KiB": Shape(block_shift=12),
+    "an LBA range": Shape(first_block=4096),
+    "a command per block": Shape(mdts=512),
+    "one slot": Shape(mdts=4096, pairs=1, log_entries=1),
+}
+"""Every way that a mover can be asked to go."""
+
+
 class GioRig:
     """One drive of SEGMENTS files. `memory.view` is the data region; `content` what the files hold at first."""
 
@@ -78,6 +91,21 @@ class GioRig:
             places = np.cumsum(batch["length"].astype(np.uint64)) - batch["length"]
         batch["address"] = np.asarray(places, dtype=np.uint64) + np.uint64(self.region.address)
         return batch
+
+    def random_batch(self, rng: np.random.Generator, *, alignment: int, operation: int = 0) -> Batch:
+        """At most 12 disjoint IOCTX of 1 block to 3 MDTS, in random order, at memory addresses that are multiples of
+        `alignment` bytes."""
+        block = 1 << self.shape.block_shift
+        longest = min(3 * self.shape.mdts, self.shape.segment // 3)
+        lengths = rng.integers(1, longest // block, size=(SEGMENTS, 6)) * block
+        starts = np.cumsum(lengths, axis=1) - lengths
+        inside = (starts + lengths <= self.shape.segment).ravel()
+        offsets = (starts + np.arange(SEGMENTS)[:, None] * self.shape.segment).ravel()
+        sizes = lengths.ravel()
+        places = (np.cumsum(sizes + 4096) - sizes) // alignment * alignment
+        inside &= places + sizes <= self.shape.memory
+        chosen = rng.permutation(np.flatnonzero(inside))
+        return self.batch(offsets[chosen], sizes[chosen], operation, places[chosen])
 
     def issue(self, batch: Batch, budget: Budget = PATIENT, sms: int = 0) -> npt.NDArray[np.int64]:
         """Fill as many IOCBs as the batch takes, and issue them together. Returns their ids."""
