@@ -7,7 +7,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 /// Raised with every change of a signature or structure below; kernels/native.py refuses another number.
-constexpr std::uint32_t kAbi = 2;
+constexpr std::uint32_t kAbi = 3;
 
 TUTTI_API std::uint32_t tutti_abi() noexcept;
 
@@ -42,6 +42,23 @@ struct tutti_options {
     const tutti_faults *faults;                   // null: none
 };
 
+/// A read of many objects through little staging. Piece i lies where piece i - lanes lay before.
+struct tutti_fetch {
+    const tutti_ioctx *contexts;          // (m,) piece after piece
+    const std::uint32_t *owner;           // (m,) the object of each
+    const std::uint32_t *piece_contexts;  // (pieces + 1,) where the contexts of each piece start, and m
+    const std::uint32_t *piece_objects;   // (pieces + 1,) where its objects start, and n
+    const std::uint64_t *dst, *src;       // (n, tensors) rows, and where they lie in staging
+    const std::uint64_t *sizes;           // (tensors,)
+    std::uint64_t tensors, pieces, lanes;
+    std::int64_t deadline;
+    std::uint32_t klass;
+    std::int32_t *results;      // (m,) of each context; -ETIMEDOUT where its piece never started
+    std::uint64_t *sums;        // (n, tensors) of the copied objects; null: do not sum
+    std::uint8_t *copied;       // (n,) 1: the object is in its rows
+    struct tutti_ticket **open; // (lanes,) null but for pieces whose memory the drives still own: their tickets
+};
+
 struct tutti_counters {
     std::uint64_t contexts, transfers, bytes, resumed, retried;
 };
@@ -68,7 +85,9 @@ TUTTI_API tutti_ticket *tutti_engine_submit(tutti_engine *engine, const tutti_io
                                             std::int64_t deadline) noexcept;
 /// Results to `out` (n,). 1 when all are final.
 TUTTI_API int tutti_engine_wait(tutti_engine *engine, tutti_ticket *ticket, std::int64_t timeout, std::int32_t *out) noexcept;
-/// The same without waiting.
+/// Submit, wait and copy, all of it. `copied` and `open` are zeroed by the caller.
+TUTTI_API void tutti_engine_fetch(tutti_engine *engine, const tutti_fetch *fetch) noexcept;
+/// As wait, without waiting.
 TUTTI_API int tutti_engine_poll(tutti_engine *engine, tutti_ticket *ticket, std::int32_t *out) noexcept;
 TUTTI_API int tutti_ticket_done(tutti_ticket *ticket) noexcept;
 TUTTI_API void tutti_engine_cancel(tutti_engine *engine, tutti_ticket *ticket) noexcept;

@@ -75,8 +75,13 @@ bool Batch::wait(std::int64_t until_ns) {
     return done();
 }
 
-void Batch::results(std::int32_t *out) const {
-    for (std::size_t i = 0; i < results_.size(); ++i) out[i] = std::atomic_ref(results_[i]).load(std::memory_order_acquire);
+bool Batch::results(std::int32_t *out) const {
+    bool final = true;
+    for (std::size_t i = 0; i < results_.size(); ++i) {
+        out[i] = std::atomic_ref(results_[i]).load(std::memory_order_acquire);
+        final = final && out[i] != -EINPROGRESS;
+    }
+    return final;
 }
 
 }  // namespace tutti

@@ -41,8 +41,8 @@ class Batch {
     bool wait(std::int64_t until_ns);
     bool done() const { return done_.load(std::memory_order_acquire) != 0; }
 
-    /// (n,) bytes, -errno or -EINPROGRESS, in the caller's order.
-    void results(std::int32_t *out) const;
+    /// (n,) bytes, -errno or -EINPROGRESS, in the caller's order. True when all are final.
+    bool results(std::int32_t *out) const;
 
     const unsigned klass;
     const std::int64_t deadline_ns;

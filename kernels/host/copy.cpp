@@ -2,23 +2,23 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "abi.hpp"
 #include "blocks.hpp"
+#include "rows.hpp"
 #include "xxh3.hpp"
-
-namespace tutti {
-namespace {
 
 using u64 = std::uint64_t;
 
-unsigned char *memory(u64 address) { return reinterpret_cast<unsigned char *>(static_cast<std::uintptr_t>(address)); }
+namespace tutti {
+namespace {
 
 BlockPass fastest() {
     static const BlockPass pass = block_kernels().back().pass;
     return pass;
 }
+
+}  // namespace
 
 void copy_row(unsigned char *dst, const unsigned char *src, std::size_t size) {
     const std::size_t whole = size / kBlock * kBlock;
@@ -26,30 +26,22 @@ void copy_row(unsigned char *dst, const unsigned char *src, std::size_t size) {
     std::memcpy(dst + whole, src + whole, size - whole);
 }
 
-/// Checksums one tensor after the other, with one scratch list for all.
-class Summer {
-  public:
-    Summer(const u64 *sizes, std::size_t tensors) : list_((tensors ? *std::max_element(sizes, sizes + tensors) : 0) / kBlock + 2) {}
+Summer::Summer(const u64 *sizes, std::size_t tensors)
+    : list_((tensors ? *std::max_element(sizes, sizes + tensors) : 0) / kBlock + 2) {}
 
-    /// The checksum of `size` bytes at `src`, which are copied to `dst` unless that is null.
-    u64 operator()(unsigned char *dst, const unsigned char *src, std::size_t size) {
-        std::size_t blocks = size / kBlock;
-        if (blocks) fastest()(dst, src, blocks, list_.data());
-        if (const std::size_t whole = blocks * kBlock; whole < size) {
-            alignas(64) unsigned char padded[kBlock] = {};
-            std::memcpy(padded, src + whole, size - whole);
-            fastest()(nullptr, padded, 1, &list_[blocks++]);
-            if (dst) std::memcpy(dst + whole, padded, size - whole);  // from the copy that was summed: the source may change meanwhile
-        }
-        list_[blocks] = size;
-        return xxh3_64(list_.data(), 8 * (blocks + 1));
+u64 Summer::operator()(unsigned char *dst, const unsigned char *src, std::size_t size) {
+    std::size_t blocks = size / kBlock;
+    if (blocks) fastest()(dst, src, blocks, list_.data());
+    if (const std::size_t whole = blocks * kBlock; whole < size) {
+        alignas(64) unsigned char padded[kBlock] = {};
+        std::memcpy(padded, src + whole, size - whole);
+        fastest()(nullptr, padded, 1, &list_[blocks++]);
+        if (dst) std::memcpy(dst + whole, padded, size - whole);  // from the copy that was summed: the source may change meanwhile
     }
+    list_[blocks] = size;
+    return xxh3_64(list_.data(), 8 * (blocks + 1));
+}
 
-  private:
-    std::vector<u64> list_;
-};
-
-}  // namespace
 }  // namespace tutti
 
 using namespace tutti;

@@ -115,9 +115,7 @@ int tutti_engine_wait(tutti_engine *engine, tutti_ticket *ticket, std::int64_t t
         engine->drop(batch, -ETIMEDOUT);
         batch.wait(until);
     }
-    const bool done = batch.done();
-    batch.results(out);
-    return done;
+    return batch.results(out);
 }
 
 int tutti_engine_poll(tutti_engine *engine, tutti_ticket *ticket, std::int32_t *out) noexcept {

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Results, Ticket
+from tutti_sglang.engine.batch import IN_PROGRESS, IOCTX_DTYPE, Batch, IoClass, Results, Ticket
+from tutti_sglang.engine.fetch import Fetch, Fetched
 from tutti_sglang.errors import EngineError
 from tutti_sglang.kernels import native
 
@@ -63,6 +64,19 @@ class _Options(ctypes.Structure):
         ("workers", ctypes.c_uint32),
         ("pool", ctypes.c_uint32),
         ("faults", ctypes.c_void_p),
+    )
+
+
+class _Fetch(ctypes.Structure):
+    """`struct tutti_fetch`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("contexts", "owner", "piece_contexts", "piece_objects")),
+        *((name, ctypes.c_void_p) for name in ("dst", "src", "sizes")),
+        *((name, ctypes.c_uint64) for name in ("tensors", "pieces", "lanes")),
+        ("deadline", ctypes.c_int64),
+        ("klass", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("results", "sums", "copied", "open")),
     )
 
 
@@ -157,9 +171,7 @@ class UringEngine:
         )
         if not handle:
             raise EngineError("The I/O engine is closed")
-        ticket = _NativeTicket(batch, handle, hold, self)
-        self._live[ticket.serial] = ticket
-        return ticket
+        return self._keep(batch, handle, hold)
 
     def wait(self, ticket: Ticket, timeout: float) -> Results:
         """As Engine.wait."""
@@ -174,6 +186,31 @@ class UringEngine:
             self._forget(ticket)
             self._sweep()
         return results
+
+    def fetch(self, request: Fetch) -> Fetched:
+        """As engine.fetch.fetch, in one foreign call."""
+        self._check()
+        batch, target, source = map(np.ascontiguousarray, (request.batch, request.target, request.source))
+        places = [np.ascontiguousarray(each, np.uint32) for each in (request.owner, request.contexts, request.objects)]
+        sizes = np.ascontiguousarray(request.sizes, np.uint64)
+        assert batch.dtype == IOCTX_DTYPE
+        assert target.dtype == source.dtype == np.uint64
+        assert target.shape == source.shape == (places[2][-1], len(sizes))
+        results = np.empty(len(batch), dtype=np.int32)
+        sums = np.zeros(target.shape, dtype=np.uint64)
+        copied = np.zeros(len(target), dtype=np.bool_)
+        handles = np.zeros(request.lanes, dtype=np.uint64)
+        self._sweep()
+        call = _Fetch(
+            *(each.ctypes.data for each in (batch, *places, target, source, sizes)),
+            *(len(sizes), len(places[1]) - 1, request.lanes, _nanoseconds(request.deadline), request.klass),
+            *(results.ctypes.data, sums.ctypes.data if request.sums else None, copied.ctypes.data, handles.ctypes.data),
+        )
+        self.library.tutti_engine_fetch(self._handle, ctypes.addressof(call))
+        still_open = []
+        for lane in np.flatnonzero(handles).tolist():
+            still_open.append(self._keep(_open_piece(request, results, lane), int(handles[lane]), request.hold))
+        return Fetched(results, copied, sums, still_open)
 
     def cancel(self, ticket: Ticket) -> None:
         """As Engine.cancel."""
@@ -201,6 +238,11 @@ class UringEngine:
             _orphans.extend(ticket.hold for ticket in self._live.values())
         self.library.tutti_engine_free(self._handle)
 
+    def _keep(self, batch: Batch, handle: int, hold: Any) -> Ticket:
+        ticket = _NativeTicket(batch, handle, hold, self)
+        self._live[ticket.serial] = ticket
+        return ticket
+
     def _sweep(self) -> None:
         """Let go of what is done and nobody has waited for."""
         for ticket in list(self._live.values()):
@@ -221,6 +263,15 @@ class UringEngine:
             raise EngineError(
                 "An I/O engine does not survive fork(): its threads are in the parent", "Open the store in this process"
             )
+
+
+def _open_piece(request: Fetch, results: Results, lane: int) -> Batch:
+    """The reads of the one piece of this lane that has not ended."""
+    for piece in range(lane, len(request.contexts) - 1, request.lanes):
+        reads = slice(*request.contexts[piece : piece + 2].tolist())
+        if (results[reads] == IN_PROGRESS).any():
+            return request.batch[reads]
+    raise AssertionError("a ticket without a read under way")
 
 
 def _nanoseconds(seconds: float) -> int:
