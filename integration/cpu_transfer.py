@@ -1,9 +1,9 @@
 """SGLang's copies between device and host pools, where the device is the CPU: `sgl_kernel.kvcacheio` in NumPy.
 
 SGLang imports these operations only where there is a GPU; its pools call them by these names. Each comes down to rows
-of bytes, moved in one statement per layer. Layouts (pool_host/mha.py, pool_host/mla.py): device and layer_first rows are
-tokens; page_first is (token, layer); page_first_direct is (page, layer, token); page_head is (page, head, token,
-layer).
+of bytes, moved in one statement per layer. Layouts (pool_host/mha.py, pool_host/mla.py): rows of the device and of
+layer_first are tokens; page_first is (token, layer); page_first_direct is (page, layer, token); page_head is (page,
+head, token, layer).
 """
 # ruff: noqa: PLR0913  the signatures are SGLang's
 

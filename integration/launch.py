@@ -101,7 +101,7 @@ def _has_gpu() -> bool:
 
 def _serve(launch: Launch, url: str) -> int:
     """The server gets its own process group: Ctrl-C would kill its schedulers before they could drain their writes."""
-    process = subprocess.Popen(launch.command, env=launch.environ, process_group=0, preexec_fn=_die_with_parent)
+    process = subprocess.Popen(launch.command, env=launch.environ, process_group=0, preexec_fn=die_with_parent)
     try:
         threading.Thread(target=_report, args=(process, url), daemon=True).start()
         return process.wait()
@@ -116,7 +116,8 @@ def _serve(launch: Launch, url: str) -> int:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """In a child before exec: a server must not outlive a launcher or a test that was killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
