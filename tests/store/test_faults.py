@@ -313,9 +313,12 @@ def test_seeded_faults_of_every_kind_never_give_wrong_bytes_nor_stop_the_store(d
     assert value(store, "tutti_bytes", op="read") > 100 * sum(TENSORS)
     assert eventually(lambda: store.stats().drives_in_service == 1)
     store.verify(repair=True)
-    store_pages(store, ns, *range(2000, 2020))
-    assert all(get(store, ns, *range(2000, 2020)))
+    assert eventually(lambda: all(put(store, ns, *range(2000, 2020))) and store.drain(8) and _all(store, ns))
     close_good(store)
+
+
+def _all(store: ObjectStore, ns: int) -> bool:
+    return all(get(store, ns, *range(2000, 2020)))
 
 
 def test_calls_end_at_their_deadline_whatever_hangs(disk: Path) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from tutti_sglang.errors import CapacityError
 from tutti_sglang.geometry import Geometry, group_size
@@ -69,12 +69,12 @@ class Growth:
             self._segments.refresh()
             return True
 
-    def evict(self, space: Space, missing: int) -> int:
-        """Make room for about `missing` objects of the namespace; how many slots become free, now or when their
-        readers have
-        left them. StoreError."""
+    def evict(self, space: Space, missing: int, keep: Collection[int]) -> int:
+        """Make room for about `missing` objects of the namespace; how many slots become free, now or when their readers
+        have left them. Segments to `keep` are about to be written to. StoreError."""
         segments = self._segments
         rows = [row for row in segments.rows() if segments.writable(row.id) and not segments.being_written(row.id)]
+        rows = [row for row in rows if row.id not in keep]
         rows = [row for row in rows if row.namespace == space.id] or rows
         oldest = min(rows, key=lambda row: row.id, default=None)
         gone = self.drop(oldest.id) if oldest else None

@@ -29,41 +29,40 @@ class Putter:
         """(n,) whether the object is stored or accepted. `depth`: of the first key in its prefix."""
         names = split(keys)
         done = self._parts.accepted.contains(space.id, names)
-        done |= self._stored(space, keys, names)
+        sight = look(self._parts, space, keys)
+        done |= sight.claimed
         self._parts.metrics.add("tutti_put_objects", int(done.sum()), outcome="exists")
         serving = any(drive.writes.in_service for drive in self._parts.drives.values())
         todo = np.flatnonzero(~done) if serving else np.empty(0, dtype=np.int64)
         step = max(1, min(PARCEL_BYTES, self._parts.staging.size // 16) // space.object_size)
         for start in range(0, len(todo), step):
             which = todo[start : start + step]
-            if not self._accept(space, [names[each] for each in which.tolist()], rows[which], which + depth, deadline):
+            parcel = self._pack(space, [names[each] for each in which.tolist()], rows[which], which + depth, deadline)
+            if parcel is None:
                 break
+            # What is recorded and cannot be read now makes way, but only for a copy that is really there.
+            stale = which[sight.recorded[which]]
+            self._parts.doubts.condemn(space.id, [names[each] for each in stale.tolist()], sight.slots[stale])
+            self._parts.accepted.add(parcel)
             done[which] = True
         self._parts.metrics.add("tutti_put_objects", int((~done).sum()), outcome="refused")
         return done
 
-    def _stored(self, space: Space, keys: bytes, names: list[bytes]) -> Flags:
-        """(n,) what need not be written. What is recorded and cannot be read now makes way for the new copy."""
-        sight = look(self._parts, space, keys)
-        stale = np.flatnonzero(sight.recorded & ~sight.claimed)
-        if len(stale):
-            self._parts.doubts.condemn(space.id, [names[each] for each in stale.tolist()], sight.slots[stale])
-        return sight.claimed
-
-    def _accept(self, space: Space, names: list[bytes], rows: Addresses, depth: Which, deadline: float) -> bool:
-        accepted = self._parts.accepted
-        extent = accepted.room(len(names) * space.object_size, deadline)
+    def _pack(
+        self, space: Space, names: list[bytes], rows: Addresses, depth: Which, deadline: float
+    ) -> Parcel | None:
+        """The objects in staging; None when it stays full until the deadline."""
+        extent = self._parts.accepted.room(len(names) * space.object_size, deadline)
         if extent is None:
-            return False
+            return None
         try:
             base = object_addresses(extent.address, len(names), space.object_size)
             sums = self._copy(space, tensor_addresses(base, space.strides), rows)
-            accepted.add(Parcel(space.id, names, base, sums, depth.astype(np.uint32), extent))
         except BaseException:
-            accepted.refund(extent)
+            self._parts.accepted.refund(extent)
             raise
         self._parts.metrics.add("tutti_put_objects", len(names), outcome="accepted")
-        return True
+        return Parcel(space.id, names, base, sums, depth.astype(np.uint32), extent)
 
     def _copy(self, space: Space, target: Addresses, rows: Addresses) -> Sums:
         if self._parts.verifying:

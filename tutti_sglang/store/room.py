@@ -20,6 +20,7 @@ SETTLE_SECONDS = 1.0
 IDLE_SECONDS = 5.0
 """A lease that was not used for so long goes back."""
 
+NONE: Slots = np.empty(0, dtype=np.int64)
 _POLL = 0.002
 
 
@@ -34,13 +35,12 @@ class Room:
         self._lock = threading.Lock()
         self._unwanted: list[Slots] = []
 
-    def take(self, space: Space, count: int) -> Slots:
-        """(≤ count,) slots that belong to this process and can be written to; fewer when the store is full and
-        readers do
-        not let go. StoreError."""
+    def take(self, space: Space, count: int, taken: Slots = NONE) -> Slots:
+        """(≤ count,) slots, those already `taken` among them, that belong to this process and can be written to; fewer
+        when the store is full and readers do not let go. StoreError."""
         lease = self._leases.setdefault(space.id, SlotLease())
         self._last_take = time.monotonic()
-        taken = self._take_writable(lease, count)
+        taken = np.concatenate([taken, self._take_writable(lease, count - len(taken))])
         coming = 0  # slots that were evicted and are not here yet: readers have to leave them first
         patience = time.monotonic() + SETTLE_SECONDS
         while (missing := count - len(taken)) > 0 and time.monotonic() < patience:
@@ -48,7 +48,8 @@ class Room:
                 if coming >= missing:
                     time.sleep(_POLL)
                     continue
-                freed = self._growth.evict(space, missing - coming)
+                keep = np.unique(segments_of(taken)).tolist()
+                freed = self._growth.evict(space, missing - coming, keep)
                 if not freed:
                     break
                 coming += freed

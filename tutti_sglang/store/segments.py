@@ -49,26 +49,25 @@ class Segments:
         self._index = index
         self._engine = engine
         self._files_max = files_max
-        self._lock = threading.Lock()
+        self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._table: dict[int, Segment] = {}
         self._tensors: dict[int, tuple[int, ...]] = {}
         self._recent: dict[int, None] = {}
 
     def refresh(self) -> None:
-        """Read the index's table again: other processes make and drop segments too."""
-        rows = {row.id: row for row in self._index.segments()}
-        if {row.namespace for row in rows.values()} - self._tensors.keys():
-            self._tensors = {number: each.tensors for number, each in self._index.namespaces().items()}
-        with self._lock:
-            for number, row in rows.items():
-                known = self._table.get(number)
-                if known is None:
-                    self._table[number] = Segment(row, self.geometry_of(row))
-                else:
-                    known.row = row
-            gone = [number for number in self._table if number not in rows]
-            for number in gone:
-                self._table[number].gone = True
+        """Read the index's table again: other processes make and drop segments too. StoreError."""
+        with self._refreshing:  # one at a time: a table that was read earlier must not be applied later
+            rows = {row.id: row for row in self._index.segments()}
+            if {row.namespace for row in rows.values()} - self._tensors.keys():
+                self._tensors = {number: each.tensors for number, each in self._index.namespaces().items()}
+            with self._lock:
+                for number, row in rows.items():
+                    if number not in self._table:
+                        self._table[number] = Segment(row, self.geometry_of(row))
+                    self._table[number].row = row
+                gone = [number for number in self._table if number not in rows]
+                for number in gone:
+                    self._table[number].gone = True
         for number in gone:
             if self._close(number):
                 self._table.pop(number, None)

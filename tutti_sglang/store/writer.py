@@ -19,12 +19,12 @@ from tutti_sglang.store.outcome import FULL, GOOD, UNANSWERED, Codes, codes
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.plan import Plan, plan
 from tutti_sglang.store.publisher import Publisher
-from tutti_sglang.store.room import Room
+from tutti_sglang.store.room import NONE, Room
 from tutti_sglang.store.slots import Slots, segments_of
 from tutti_sglang.store.space import Space
 
 LOAD_BYTES = 64 << 20
-"""About what is written and published at once."""
+"""About what is written and published at once, and never more than an eighth of the store."""
 LOADS_IN_FLIGHT = 2
 
 WRITE_SECONDS = 20.0
@@ -62,6 +62,8 @@ class Writer:
         self._room = room
         self._publisher = publisher
         self._upkeep = upkeep
+        capacity = sum(drive.limit for drive in parts.drives.values())
+        self._load_bytes = min(LOAD_BYTES, capacity // 8)
         self._flying: deque[_Load] = deque()
         self._owed: list[tuple[Ticket, Slots]] = []
         self._next_tick = 0.0
@@ -111,7 +113,7 @@ class Writer:
     def _step(self) -> None:
         if len(self._flying) < LOADS_IN_FLIGHT:
             stopping = self._stop_at is not None
-            limit = 0 if self._parts.config.fsync == "each" else LOAD_BYTES
+            limit = 0 if self._parts.config.fsync == "each" else self._load_bytes
             by_space: dict[int, list[Parcel]] = {}
             for parcel in self._parts.accepted.take(limit, 0.0 if self._flying or stopping else TICK_SECONDS):
                 by_space.setdefault(parcel.namespace, []).append(parcel)
@@ -123,14 +125,14 @@ class Writer:
     def _launch(self, space: Space, parcels: list[Parcel]) -> None:
         """Start writing; whatever goes wrong, the parcels end."""
         cargo = Cargo.of(parcels)
-        slots = np.empty(0, dtype=np.int64)
+        slots = NONE
         held = contextlib.ExitStack()
         try:
             slots = self._room.take(space, len(cargo.keys))
             if len(slots) < len(cargo.keys) and self._flying:
                 while self._flying:  # what is being written cannot be evicted
                     self._land(self._flying.popleft())
-                slots = np.concatenate([slots, self._room.take(space, len(cargo.keys) - len(slots))])
+                slots = self._room.take(space, len(cargo.keys), slots)
             geometries = held.enter_context(
                 self._parts.segments.use(np.unique(segments_of(slots)).tolist(), writing=True)
             )
