@@ -46,7 +46,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     min_free_space: int = 4 << 30
     segment_size: int = 256 << 20
     stripe: Stripe = Stripe.TENSOR
-    engine: Literal["auto", "uring", "threads"] = "auto"
+    engine: Literal["auto", "uring", "threads", "gio"] = "auto"
     queue_depth: int = 32
     max_io: int = 1 << 20
     direct_io: Literal["auto", "required", "off"] = "auto"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tutti_sglang.config import Config
 from tutti_sglang.engine.base import Engine
+from tutti_sglang.engine.gio import GioEngine
 from tutti_sglang.engine.staging import Staging
 from tutti_sglang.engine.threads import ThreadsEngine
 from tutti_sglang.engine.uring import UringEngine, uring_refused
@@ -23,6 +24,9 @@ def create_engine(config: Config, segment_size: int, staging: Staging) -> tuple[
     chosen, and why not something better. Raises EngineError where `uring` is demanded and this machine refuses it."""
     if config.engine == "threads":
         return _python_threads(config, segment_size), "Python threads, as configured"
+    if config.engine == "gio":
+        twin = GioEngine(segment_size, config.queue_depth, config.max_io)
+        return twin, "gio on CPU threads, with a software NVMe controller per drive, as configured"
     if native.library() is None:
         if config.engine == "uring":
             raise EngineError(f"engine = uring: {native.unavailable_reason()}", "Use engine = auto")
