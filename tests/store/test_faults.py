@@ -150,7 +150,7 @@ def test_a_dead_drive_is_fast_misses_until_it_is_back(disk: Path) -> None:
     calls = weather.calls
     for _ in range(20):
         assert not any(get(store, ns, *range(40)))
-    assert weather.calls - calls < 20, "a drive out of service is tried now and then, not asked"
+    assert weather.calls == calls, "a drive out of service is tried now and then, not asked"
     weather.plan = None
     assert eventually(lambda: store.stats().drives_in_service == 1)
     assert value(store, "tutti_drive_in_service") == 1

@@ -34,10 +34,18 @@ def object_addresses(start: int, objects: int, object_size: int) -> Addresses:
     return np.uint64(start) + np.arange(objects, dtype=np.uint64) * np.uint64(object_size)
 
 
-def plan(geometries: dict[int, Geometry], slots: Slots, base: Addresses, operation: Operation, klass: IoClass) -> Plan:
+def plan(
+    geometries: dict[int, Geometry],
+    slots: Slots,
+    base: Addresses,
+    operation: Operation,
+    klass: IoClass,
+    pieces: npt.NDArray[np.int64] | None = None,
+) -> Plan:
     """One IOCTX for each tensor of each object.
 
-    `slots`: (n,) slot ids; `geometries`: of each segment they lie in; `base`: (n,) where each object starts in staging.
+    `slots`: (n,) slot ids; `geometries`: of each segment they lie in; `base`: (n,) where each object starts in staging;
+    `pieces`: (n,) the number of the piece that each object is moved with, which then comes before drive and offset.
     """
     segments = segments_of(slots)
     parts = [
@@ -49,7 +57,8 @@ def plan(geometries: dict[int, Geometry], slots: Slots, base: Addresses, operati
     batch = np.concatenate([part.batch for part in parts])
     owner = np.concatenate([part.owner for part in parts])
     batch["operation"], batch["class"] = operation, klass
-    order = np.lexsort((batch["offset"], batch["drive"]))
+    keys = (batch["offset"], batch["drive"]) if pieces is None else (batch["offset"], batch["drive"], pieces[owner])
+    order = np.lexsort(keys)
     return Plan(batch[order], owner[order])
 
 

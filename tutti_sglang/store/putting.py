@@ -48,9 +48,7 @@ class Putter:
         self._parts.metrics.add("tutti_put_objects", int((~done).sum()), outcome="refused")
         return done
 
-    def _pack(
-        self, space: Space, names: list[bytes], rows: Addresses, depth: Which, deadline: float
-    ) -> Parcel | None:
+    def _pack(self, space: Space, names: list[bytes], rows: Addresses, depth: Which, deadline: float) -> Parcel | None:
         """The objects in staging; None when it stays full until the deadline."""
         extent = self._parts.accepted.room(len(names) * space.object_size, deadline)
         if extent is None:

@@ -2,28 +2,29 @@
 
 import errno
 import time
-from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang import checksum, memory
+from tutti_sglang import checksum
 from tutti_sglang.checksum import Sums
-from tutti_sglang.engine.batch import IN_PROGRESS, IoClass, Operation, Results, Ticket
+from tutti_sglang.engine.batch import IoClass, Operation, Results, Ticket
+from tutti_sglang.engine.fetch import Fetch, fetch
 from tutti_sglang.engine.staging import Extent
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.outcome import CORRUPT, LATE, Codes, codes
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.plan import Plan, object_addresses, plan, tensor_addresses
+from tutti_sglang.store.plan import Plan, plan, tensor_addresses
 from tutti_sglang.store.slots import Slots
 from tutti_sglang.store.space import Space
 
-PIECE = 16 << 20
-"""Bytes that are read as one batch of I/O; they are copied out while the next ones are under way."""
-PIECES_IN_FLIGHT = 2
+LANES = 8
+"""Pieces under way at once: what one holds is copied out while the drives fill the others."""
+
+PIECE = 2 << 20, 8 << 20
+"""Bytes of a piece, at least and at most: small enough that a short read overlaps too, large enough for long I/O."""
 
 _TRANSIENT = [errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EINVAL]
 """Worth one more attempt within the same call."""
@@ -48,16 +49,6 @@ class Request(NamedTuple):
         return self._replace(slots=self.slots[which], roots=self.roots[which], rows=self.rows[which])
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One batch of I/O under way: `which` objects of the request, one after the other in `extent`."""
-
-    which: _Which
-    extent: Extent
-    plan: Plan
-    ticket: Ticket
-
-
 class Reader:
     """Reads objects whose slots are known. Thread safe."""
 
@@ -78,53 +69,61 @@ class Reader:
 
     def _attempt(self, request: Request) -> Codes:
         found = np.full(len(request.slots), LATE, dtype=np.int32)
-        size = request.space.object_size
-        step = max(1, min(PIECE, self._staging.size // (4 * PIECES_IN_FLIGHT)) // size)
         order = np.argsort(request.slots)  # neighbours in one piece: the engine makes one I/O of them
-        waiting = deque(order[start : start + step] for start in range(0, len(order), step))
-        flying: deque[_Piece] = deque()
-        try:
-            while waiting or flying:
-                while waiting and len(flying) < PIECES_IN_FLIGHT:
-                    # With something under way, do not wait for room: finishing it makes room.
-                    wanted = len(waiting[0]) * size
-                    extent = self._staging.acquire(wanted) if flying else self._staging.wait(wanted, request.deadline)
-                    if extent is None:
-                        break
-                    flying.append(self._start(request, waiting.popleft(), extent))
-                if not flying:
-                    break
-                piece = flying.popleft()
-                found[piece.which] = self._finish(request, piece)
-        finally:
-            for piece in flying:
-                self._give_back(piece)
+        size = request.space.object_size
+        step = self._step(len(order), size)
+        lanes = min(LANES, -(-len(order) // step))
+        if lanes and (extents := self._extents(lanes, step * size, request.deadline)):
+            found[order] = self._through(extents, step, request.some(order))
         return found
 
-    def _start(self, request: Request, which: _Which, extent: Extent) -> _Piece:
-        base = object_addresses(extent.address, len(which), request.space.object_size)
-        planned = plan(request.geometries, request.slots[which], base, Operation.READ, request.klass)
-        try:
-            ticket = self._engine.submit(planned.batch, request.klass, request.deadline, self._staging)
-        except BaseException:
-            self._staging.release(extent)
-            raise
-        return _Piece(which, extent, planned, ticket)
+    def _step(self, objects: int, size: int) -> int:
+        """Objects per piece."""
+        least, most = PIECE
+        return max(1, min(max(objects * size // LANES, least), most, self._staging.size // (2 * LANES)) // size)
 
-    def _finish(self, request: Request, piece: _Piece) -> Codes:
+    def _extents(self, lanes: int, nbytes: int, deadline: float) -> list[Extent]:
+        """Staging for each lane: the first one is waited for, more are taken as far as there is room."""
+        extents = [self._staging.wait(nbytes, deadline)]
+        while extents[-1] and len(extents) < lanes:
+            extents.append(self._staging.acquire(nbytes))
+        return [extent for extent in extents if extent]
+
+    def _through(self, extents: list[Extent], step: int, request: Request) -> Codes:
+        """Read all objects through `extents`, `step` at a time, and give these back."""
+        pieces, within = np.divmod(np.arange(len(request.slots)), step)
+        starts = np.array([extent.address for extent in extents], dtype=np.uint64)[pieces % len(extents)]
+        base = starts + (within * request.space.object_size).astype(np.uint64)
+        planned = plan(request.geometries, request.slots, base, Operation.READ, request.klass, pieces)
+        ends = np.arange(int(pieces[-1]) + 2)
+        still_open: list[Ticket] = []
         try:
-            results = self._engine.wait(piece.ticket, max(0.0, request.deadline - time.monotonic()))
-            if (results == IN_PROGRESS).any():
-                self._engine.cancel(piece.ticket)
-                results = self._engine.wait(piece.ticket, 0)
-            results = self._excuse(piece.plan, results)
-            self._parts.ledger.book(piece.plan, results, Operation.READ)
-            found = codes(piece.plan, results, len(piece.which))
-            good = np.flatnonzero(found == 0)
-            found[good] = self._copy(request.some(piece.which[good]), good, piece.extent)
-            return found
+            fetched = fetch(
+                self._engine,
+                Fetch(
+                    batch=planned.batch,
+                    owner=planned.owner.astype(np.uint32),
+                    contexts=np.searchsorted(pieces[planned.owner], ends).astype(np.uint32),
+                    objects=np.searchsorted(pieces, ends).astype(np.uint32),
+                    target=request.rows,
+                    source=tensor_addresses(base, request.space.strides),
+                    sizes=request.space.sizes,
+                    lanes=len(extents),
+                    klass=request.klass,
+                    deadline=request.deadline,
+                    hold=self._staging,
+                    sums=self._verify,
+                ),
+            )
+            still_open = fetched.open
         finally:
-            self._give_back(piece)
+            self._give_back(extents, still_open)
+        results = self._excuse(planned, fetched.results)
+        self._parts.ledger.book(planned, results, Operation.READ)
+        found = codes(planned, results, len(request.slots))
+        if self._verify:
+            found[fetched.copied & (checksum.roots(fetched.sums) != request.roots)] = CORRUPT
+        return found
 
     def _excuse(self, planned: Plan, results: Results) -> Results:
         """-EIO where a file was cut off becomes -ENODATA: the drive is innocent, and asking again is of no use."""
@@ -136,21 +135,15 @@ class Reader:
                 results[at] = -errno.ENODATA
         return results
 
-    def _copy(self, request: Request, places: _Which, extent: Extent) -> Codes:
-        """Objects at `places` of the extent → their rows; (n,) GOOD or CORRUPT."""
-        space = request.space
-        base = np.uint64(extent.address) + places.astype(np.uint64) * np.uint64(space.object_size)
-        source = tensor_addresses(base, space.strides)
-        if not self._verify:
-            memory.copy_rows(request.rows, source, space.sizes)
-            return np.zeros(len(places), dtype=np.int32)
-        roots = checksum.roots(checksum.copy_and_sum(request.rows, source, space.sizes))
-        return np.where(roots == request.roots, 0, CORRUPT).astype(np.int32)
+    def _give_back(self, extents: list[Extent], still_open: list[Ticket]) -> None:
+        """What the drives still owe stays where they may write: it returns when the answer comes."""
+        for extent in extents:
+            owed = [ticket for ticket in still_open if _inside(extent, ticket)]
+            if owed:
+                self._staging.quarantine(extent, self._engine, owed[0])
+            else:
+                self._staging.release(extent)
 
-    def _give_back(self, piece: _Piece) -> None:
-        """What the drive still owes stays where it may write: it returns when the answer comes."""
-        self._engine.cancel(piece.ticket)
-        if (self._engine.wait(piece.ticket, 0) == IN_PROGRESS).any():
-            self._staging.quarantine(piece.extent, self._engine, piece.ticket)
-        else:
-            self._staging.release(piece.extent)
+
+def _inside(extent: Extent, ticket: Ticket) -> bool:
+    return extent.address <= int(ticket.batch["address"][0]) < extent.address + extent.size

@@ -1,14 +1,16 @@
 """Slots for what is about to be written: from this process's lease, else from a new segment, else by eviction."""
 
+import contextlib
 import threading
 import time
 
 import numpy as np
 import numpy.typing as npt
 
+from tutti_sglang.errors import StoreError
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.slots import SlotLease, Slots, segments_of
+from tutti_sglang.store.slots import SlotLease, Slots, ranges_of, segments_of
 from tutti_sglang.store.space import Space
 
 LEASE_SLOTS, LEASE_BYTES = 256, 64 << 20
@@ -37,34 +39,40 @@ class Room:
 
     def take(self, space: Space, count: int, taken: Slots = NONE) -> Slots:
         """(≤ count,) slots, those already `taken` among them, that belong to this process and can be written to; fewer
-        when the store is full and readers do not let go. StoreError."""
+        when the store is full and readers do not let go. StoreError, then the lease has what it had."""
         lease = self._leases.setdefault(space.id, SlotLease())
         self._last_take = time.monotonic()
-        taken = np.concatenate([taken, self._take_writable(lease, count - len(taken))])
-        coming = 0  # slots that were evicted and are not here yet: readers have to leave them first
-        patience = time.monotonic() + SETTLE_SECONDS
-        while (missing := count - len(taken)) > 0 and time.monotonic() < patience:
-            if not self._lease(space, lease, missing) and not self._growth.add(space):
-                if coming >= missing:
-                    time.sleep(_POLL)
-                    continue
-                keep = np.unique(segments_of(taken)).tolist()
-                freed = self._growth.evict(space, missing - coming, keep)
-                if not freed:
-                    break
-                coming += freed
-            more = self._take_writable(lease, missing)
-            taken = np.concatenate([taken, more])
-            coming = max(0, coming - len(more))
+        given = taken
+        try:
+            taken = np.concatenate([taken, self._take_writable(lease, count - len(taken))])
+            coming = 0  # slots that were evicted and are not here yet: readers have to leave them first
             patience = time.monotonic() + SETTLE_SECONDS
+            while (missing := count - len(taken)) > 0 and time.monotonic() < patience:
+                if not self._lease(space, lease, missing) and not self._growth.add(space):
+                    if coming >= missing:
+                        time.sleep(_POLL)
+                        continue
+                    keep = np.unique(segments_of(taken)).tolist()
+                    freed = self._growth.evict(space, missing - coming, keep)
+                    if not freed:
+                        break
+                    coming += freed
+                more = self._take_writable(lease, missing)
+                taken = np.concatenate([taken, more])
+                coming = max(0, coming - len(more))
+                patience = time.monotonic() + SETTLE_SECONDS
+        except BaseException:
+            lease.add(ranges_of(np.setdiff1d(taken, given)))
+            raise
         return taken
 
     def give_back(self, slots: Slots) -> None:
-        """Slots that were taken and hold nothing. What the index does not take now is kept for `settle`. StoreError."""
+        """Slots that were taken and hold nothing. What the index does not take now is kept for `settle`."""
         if len(slots):
             with self._lock:
                 self._unwanted.append(slots)
-        self.settle()
+        with contextlib.suppress(StoreError):  # counted there, and tried again twice a second
+            self.settle()
 
     def settle(self) -> None:
         """Hand unwanted slots to the index. StoreError."""
@@ -81,8 +89,8 @@ class Room:
     def leave(self) -> None:
         """Give all leases back. StoreError."""
         for lease in self._leases.values():
-            if lease.remaining:
-                self.give_back(lease.take_all())
+            self.give_back(lease.take_all())
+        self.settle()
 
     def relieve(self) -> None:
         """A file system is full although the space was ours (thin provisioning, copy on write): give some back.
@@ -104,7 +112,11 @@ class Room:
         """Segments may have been dropped, and drives have failed, since the slots were leased."""
         slots = lease.take(count)
         segments = segments_of(slots)
-        bad = [each for each in np.unique(segments).tolist() if not self._parts.segments.writable(each)]
+        try:
+            bad = [each for each in np.unique(segments).tolist() if not self._parts.segments.writable(each)]
+        except BaseException:
+            lease.add(ranges_of(slots))
+            raise
         writable: npt.NDArray[np.bool_] = ~np.isin(segments, bad)
         self.give_back(slots[~writable])
         return slots[writable]

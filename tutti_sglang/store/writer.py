@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -118,7 +119,7 @@ class Writer:
             for parcel in self._parts.accepted.take(limit, 0.0 if self._flying or stopping else TICK_SECONDS):
                 by_space.setdefault(parcel.namespace, []).append(parcel)
             for namespace, parcels in by_space.items():
-                self._launch(self._parts.spaces[namespace], parcels)
+                self._survive(partial(self._launch, self._parts.spaces[namespace], parcels))
         if self._flying:
             self._land(self._flying.popleft())
 
@@ -131,7 +132,7 @@ class Writer:
             slots = self._room.take(space, len(cargo.keys))
             if len(slots) < len(cargo.keys) and self._flying:
                 while self._flying:  # what is being written cannot be evicted
-                    self._land(self._flying.popleft())
+                    self._survive(partial(self._land, self._flying.popleft()))
                 slots = self._room.take(space, len(cargo.keys), slots)
             geometries = held.enter_context(
                 self._parts.segments.use(np.unique(segments_of(slots)).tolist(), writing=True)
@@ -159,28 +160,28 @@ class Writer:
     def _land(self, load: _Load) -> None:
         """Wait for the writes and publish what arrived; whatever goes wrong, the parcels end."""
         found = np.full(len(load.slots), UNANSWERED, dtype=np.int32)
-        tickets = [load.ticket]
         published = np.zeros(len(load.slots), dtype=np.bool_)
         try:
             found = self._wait(load, load.plan, load.ticket)
             again = np.flatnonzero(np.isin(found, _AGAIN))
-            if len(again):
-                found[again] = self._again(load, again, found[again], tickets)
+            # What hangs is owed by the first ticket: one ticket must be able to answer for all of the load.
+            if len(again) and not (found == UNANSWERED).any():
+                self._survive(partial(self._again, load, again, found))
             good = np.flatnonzero(found == GOOD)
             if len(good):
                 published[good] = self._publisher.publish(load.space, load.cargo.some(good), load.slots[good])
         finally:
             load.held.close()
-            self._close(load, found, tickets, published)
+            self._close(load, found, published)
 
-    def _again(self, load: _Load, which: _Which, found: Codes, tickets: list[Ticket]) -> Codes:
-        """One more attempt at objects that failed, after what can be done about the cause."""
-        if np.isin(found, list(FULL)).any():
-            self._room.relieve()
+    def _again(self, load: _Load, which: _Which, found: Codes) -> None:
+        """One more attempt at objects that failed, after what can be done about the cause; updates `found`."""
+        if np.isin(found[which], list(FULL)).any():
+            self._survive(self._room.relieve)
         planned = plan(load.geometries, load.slots[which], load.cargo.base[which], Operation.WRITE, IoClass.WRITE)
-        ticket = self._parts.engine.submit(planned.batch, IoClass.WRITE, self._deadline(), self._parts.staging)
-        tickets.append(ticket)
-        return self._wait(load, planned, ticket)
+        load.ticket = self._parts.engine.submit(planned.batch, IoClass.WRITE, self._deadline(), self._parts.staging)
+        found[which] = UNANSWERED
+        found[which] = self._wait(load, planned, load.ticket)
 
     def _wait(self, load: _Load, planned: Plan, ticket: Ticket) -> Codes:
         results: Results = self._parts.engine.wait(ticket, max(0.0, self._deadline(load.deadline) - time.monotonic()))
@@ -197,16 +198,17 @@ class Writer:
             if self._parts.drives[ordinal].direct:
                 self._parts.segments.fall_back(ordinal, "a write with O_DIRECT was refused later on")
 
-    def _close(self, load: _Load, found: Codes, tickets: list[Ticket], published: npt.NDArray[np.bool_]) -> None:
+    def _close(self, load: _Load, found: Codes, published: npt.NDArray[np.bool_]) -> None:
         hung = found == UNANSWERED
         failed = ~hung & (found != GOOD)
         self._lost("write failed", int((hung | failed).sum()))
+        self._lost("not published", int((~hung & ~failed & ~published & load.cargo.wanted()).sum()))
         self._parts.metrics.add("tutti_put_objects", int(published.sum()), outcome="written")
         self._parts.metrics.add("tutti_bytes", int(published.sum()) * load.space.payload, op="write")
         if hung.any():
-            self._owed.append((tickets[-1], load.slots[hung]))
+            self._owed.append((load.ticket, load.slots[hung]))
         owing = set(load.cargo.owner[hung].tolist())
-        self._finish(load.parcels, [tickets[-1] if number in owing else None for number in range(len(load.parcels))])
+        self._finish(load.parcels, [load.ticket if number in owing else None for number in range(len(load.parcels))])
         self._room.give_back(load.slots[failed])
 
     def _finish(self, parcels: list[Parcel], owed: list[Ticket | None]) -> None:
