@@ -25,7 +25,7 @@ class Chat:
         turns = self._options.turns
         opening = samples[::turns]
         later = [sample for i, sample in enumerate(samples) if i % turns]
-        return {"turn 1": opening} | ({f"turns 2 to {turns}": later} if later else {})
+        return {"turn 1": opening} | ({"later turns": later} if later else {})
 
     async def again(self, client: Client, seed: str, phase: str) -> list[Sample]:
         """One more turn of every chat, all at once."""

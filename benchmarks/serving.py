@@ -37,6 +37,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--url", help="a server that runs already; its caches are flushed")
     place.add_argument("--serve", action="store_true", help="start servers with and without the tier (default)")
+    parser.add_argument(
+        "--tiers", default="with,without", help="which servers to start: with, without the tier, or both"
+    )
     parser.add_argument("--restart", metavar="COMMAND", help="with --url: how to restart that server")
     parser.add_argument("--model", help="for the servers started here (default: the built-in one without a GPU)")
     parser.add_argument("--server-args", default="", help="further SGLang flags for them, in one string")
@@ -49,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(name: str, options: argparse.Namespace, workload: Workload, settings: dict[str, object]) -> None:
     """Run all rounds, print and write what came of them."""
     base = Path(tempfile.mkdtemp(prefix="tutti-bench-", dir=options.directory))
-    tiers = ["given"] if options.url else ["with", "without"]
+    tiers = ["given"] if options.url else options.tiers.split(",")
     settings = {**settings, "rounds": options.rounds, "server": options.url or options.model or "built-in model"}
     run = report.Report(
         name, report.machine(base), settings | {"seed": options.seed, "server_args": options.server_args}

@@ -1,5 +1,6 @@
 """Every benchmark runs at a tiny size and keeps all its rounds; the arithmetic behind the printed figures is right."""
 
+import asyncio
 import contextlib
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from benchmarks.gil import GilSampler
 from benchmarks.plot import Point, line_plot
 from benchmarks.pools import SHAPES, host_pool, shape_of
 from benchmarks.report import Report
+from benchmarks.server import Server
 
 ROOT = Path(__file__).parent.parent
 SIZE = 64 << 10
@@ -203,3 +205,30 @@ def test_a_page_is_made_from_the_rounds(tmp_path: Path) -> None:
     assert "| fio | 2.00 (2.00 to 2.00) |" in made
     assert "old" not in made
     assert made.endswith("b\n<!-- results of chat -->\nNot recorded yet.\n<!-- end -->\n")
+
+
+@pytest.mark.server
+def test_long_prompts_come_back_from_storage_after_flush_and_restart(tmp_path: Path) -> None:
+    sizes = ["--tokens", "512", "--prompts", "1", "--output", "2", "--tiers", "with", "--directory", str(tmp_path)]
+    run = _run("long_context", *sizes, json=tmp_path / "run.json")
+    hits = {line["phase"]: line["storage"] for line in run.summary}
+    assert list(hits) == ["cold", "hot", "flushed", "restarted"]
+    assert hits["cold"] == hits["hot"] == 0
+    assert hits["flushed"] >= 384
+    assert hits["restarted"] >= 384
+    assert not run.notes
+
+
+@pytest.mark.server
+def test_chats_run_against_a_server_that_is_there(tmp_path: Path) -> None:
+    server = Server(["--store", str(tmp_path / "store")], tmp_path / "log")
+    try:
+        asyncio.run(server.ready())
+        sizes = ["--turns", "2", "--clients", "2", "--system", "128", "--turn-tokens", "64", "--output", "2"]
+        run = _run("chat", *sizes, "--url", server.url, "--directory", str(tmp_path), json=tmp_path / "run.json")
+    finally:
+        server.stop()
+    phases = [(line["phase"], line["requests"]) for line in run.summary]
+    assert phases == [("turn 1", 2), ("later turns", 2), ("flushed", 2)]
+    assert run.summary[-1]["storage"] > 0
+    assert run.notes == ["not restarted: give --restart COMMAND, or --serve"]
