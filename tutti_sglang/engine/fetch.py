@@ -36,7 +36,7 @@ class Fetch(NamedTuple):
     objects: Places
     target: Addresses
     source: Addresses
-    sizes: npt.NDArray[np.uint64]
+    sizes: npt.NDArray[np.integer[Any]]
     lanes: int
     klass: IoClass
     deadline: float
