@@ -7,14 +7,13 @@ WEIGHT_MAX = 4
 have filled up."""
 
 
-def weights(room: dict[int, int], segment_size: int) -> dict[int, int]:
-    """Drive → how often it occurs: in proportion to its `room` in bytes, and never so often that the segment does not
-    fit.
-    Empty when no drive has room for anything."""
+def weights(room: dict[int, int], segment_size: int, most: int = WEIGHT_MAX) -> dict[int, int]:
+    """Drive → how often it occurs, `most` times at most: in proportion to its `room` in bytes, and so that the segment
+    fits. Empty when no drive has room for one."""
     room = {drive: free for drive, free in room.items() if free > 0}
     while room:
         largest = max(room.values())
-        share = {drive: round(WEIGHT_MAX * free / largest) for drive, free in room.items()}
+        share = {drive: round(most * free / largest) for drive, free in room.items()}
         share = {drive: weight for drive, weight in share.items() if weight}
         divisor = math.gcd(*share.values())
         share = {drive: weight // divisor for drive, weight in share.items()}

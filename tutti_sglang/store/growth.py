@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from tutti_sglang.errors import CapacityError
 from tutti_sglang.geometry import Geometry, group_size
-from tutti_sglang.store.cycle import spread, weights
+from tutti_sglang.store.cycle import WEIGHT_MAX, spread, weights
 from tutti_sglang.store.drives import Drive
 from tutti_sglang.store.locking import store_lock
 from tutti_sglang.store.parts import Parts
@@ -146,13 +146,16 @@ class Growth:
             return []
 
     def _geometry(self, space: Space, room: dict[int, int]) -> Geometry | None:
-        """The map of a new segment where drives have so much `room`; None when none fits."""
+        """The map of a new segment where drives have so much `room`; None when none fits. A long cycle has small
+        places, which a large group may not fit into."""
         size = self._segments.segment_size
-        share = weights(room, size)
-        if not share:
-            return None
-        geometry = Geometry(space.tensors, group_size(space.tensors), spread(share), size, self._parts.config.stripe)
-        return geometry if geometry.slots else None
+        for most in range(WEIGHT_MAX, 0, -1):
+            if share := weights(room, size, most):
+                cycle = spread(share)
+                geometry = Geometry(space.tensors, group_size(space.tensors), cycle, size, self._parts.config.stripe)
+                if geometry.slots:
+                    return geometry
+        return None
 
     def _over(self, ordinal: int, used: int) -> bool:
         drive = self._parts.drives.get(ordinal)
