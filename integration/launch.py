@@ -6,6 +6,7 @@ python -m tutti_sglang.integration.launch [--model PATH] [--store DIR] [--withou
 import argparse
 import contextlib
 import ctypes
+import http.client
 import json
 import os
 import shlex
@@ -130,11 +131,11 @@ def _report(process: subprocess.Popen[bytes], url: str) -> None:
     seen: Counter[str] | None = None
     while process.poll() is None:
         time.sleep(1)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, http.client.HTTPException):
             if seen is None:
                 _get(f"{url}/health")
-                print(try_this(url), flush=True)
                 seen = served(_get(f"{url}/metrics"))
+                print(try_this(url), flush=True)
                 continue
             now = served(_get(f"{url}/metrics"))
             if now["requests"] > seen["requests"]:

@@ -73,7 +73,7 @@ class Server:
 
     def start(self) -> None:
         """Start a server that was stopped or killed, on a new port, with the same launch."""
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         model = self.launch.model or built_in_model()
         # No warm-up request: it would be the first one that a test's store sees.
@@ -188,7 +188,8 @@ def _request(prompt: str | list[int] | list[str], tokens: int, fields: Mapping[s
     return {"input_ids" if by_ids else "text": prompt, "sampling_params": greedy, **fields}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
