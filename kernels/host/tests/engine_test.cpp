@@ -121,6 +121,49 @@ void threads_read_what_they_wrote(bool pool) {
     for (auto &thread : running) thread.join();
 }
 
+/// Two threads read all objects of a file through two lanes of memory each.
+void whole_reads_through_little_staging(bool pool) {
+    const tutti_faults faults{seed, 0, ~0ull, nullptr, {0, 0, 5000, 0, 500, 0}, 0xFFFF, 3, EIO, 200};
+    Scratch scratch(pool, &faults);
+    constexpr std::uint32_t objects = 64, tensors = 2, per_piece = 8, pieces = objects / per_piece, lanes = 2, tensor = 2 * kPage;
+    constexpr std::uint32_t size = tensors * tensor;
+    std::vector<char> content(objects * size);
+    std::mt19937_64 random(seed);
+    for (auto &byte : content) byte = static_cast<char>(random());
+    CHECK(pwrite(scratch.files[0], content.data(), content.size(), 0) == static_cast<ssize_t>(content.size()));
+    std::vector<std::thread> running;
+    for (int me = 0; me < 2; ++me)
+        running.emplace_back([&] {
+            std::vector<char> staging(lanes * per_piece * size), rows(content.size());
+            std::vector<tutti_ioctx> contexts;
+            std::vector<std::uint32_t> owner, ends;
+            std::vector<std::uint64_t> dst, src, sizes(tensors, tensor), sums(objects * tensors), expected(objects * tensors);
+            for (std::uint32_t object = 0; object < objects; ++object)
+                for (std::uint32_t t = 0; t < tensors; ++t) {
+                    const std::uint32_t lane = object / per_piece % lanes, place = object * size + t * tensor;
+                    src.push_back(Scratch::address(staging.data() + (lane * per_piece + object % per_piece) * size + t * tensor));
+                    dst.push_back(Scratch::address(rows.data() + place));
+                    contexts.push_back({src.back(), place, tensor, 0, 0, 0, 0, 0});
+                    owner.push_back(object);
+                }
+            for (std::uint32_t piece = 0; piece <= pieces; ++piece) ends.push_back(piece * per_piece);
+            std::vector<std::uint32_t> context_ends;
+            for (const auto end : ends) context_ends.push_back(end * tensors);
+            std::vector<std::int32_t> results(contexts.size());
+            std::vector<std::uint8_t> copied(objects);
+            std::vector<tutti_ticket *> open(lanes);
+            const tutti_fetch fetch{contexts.data(), owner.data(), context_ends.data(), ends.data(), dst.data(), src.data(), sizes.data(),
+                                    tensors, pieces, lanes, tutti::now_ns() + 60 * kSecond, 0, results.data(), sums.data(), copied.data(),
+                                    open.data()};
+            tutti_engine_fetch(scratch.engine, &fetch);
+            tutti_sums(dst.data(), sizes.data(), objects, tensors, expected.data());
+            CHECK(std::ranges::count(results, static_cast<std::int32_t>(tensor)) == objects * tensors);
+            CHECK(std::ranges::count(copied, 1) == objects && rows == content && sums == expected);
+            CHECK(std::ranges::count(open, nullptr) == lanes);
+        });
+    for (auto &thread : running) thread.join();
+}
+
 void a_bad_block_costs_its_own_context(bool pool) {
     const tutti_faults faults{seed, 64 * kPage, 65 * kPage, nullptr, {kStalled, 0, 0, 0, 0, 0}, 0xFFFF, 3, EREMOTEIO, 0};
     Scratch scratch(pool, &faults);
@@ -231,6 +274,7 @@ int main(int argc, char **argv) {
     for (const bool pool : {false, true}) {
         if (refused && !pool) continue;
         threads_read_what_they_wrote(pool);
+        whole_reads_through_little_staging(pool);
         a_bad_block_costs_its_own_context(pool);
         hung_drives(pool);
         an_engine_is_freed_before_its_drive_answers(pool);
