@@ -1,18 +1,15 @@
 """The index: which object lies in which slot. One SQLite database for all processes of a store."""
 
-import time
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.errors import StoreError
 from tutti_sglang.metrics import Metrics
-from tutti_sglang.store.allocation import Allocation
 from tutti_sglang.store.database import json_list
-from tutti_sglang.store.namespace import Namespace
+from tutti_sglang.store.registry import Registry
 from tutti_sglang.store.slots import NO_SLOT, Slots
 
 KEY_SIZE = 32
@@ -56,6 +53,10 @@ _DELETE = f"""
     delete from objects where id in
     (select substr(?1, n.value * {_ID_SIZE} + 1, {_ID_SIZE}) from json_each(?2) as n)
 """
+_OCCUPANTS = """
+    select group_concat(hex(id) || printf('%016X', slot) || hex(record), '')
+    from (select * from objects where slot >= ? and slot < ? order by slot)
+"""
 _CLEAR_PIECE = 4096
 _CLEAR = f"""
     delete from objects where id in (select id from objects where id >= ? and id < ? limit {_CLEAR_PIECE})
@@ -69,24 +70,14 @@ class Lookup(NamedTuple):
     epoch: int
 
 
-class NamespaceRow(NamedTuple):
-    """A namespace as the index knows it; `readable` is its JSON, maybe of another format; `created` Unix seconds."""
+class Occupants(NamedTuple):
+    """Objects of a stretch of slots: (n, 32) keys and (n,) records, by slot."""
 
-    digest: bytes
-    readable: str
-    created: int
-
-    @property
-    def tensors(self) -> tuple[int, ...]:
-        """Bytes of each tensor of an object."""
-        return msgspec.json.decode(self.readable, type=_Tensors).tensors
+    keys: npt.NDArray[np.uint8]
+    records: Records
 
 
-class _Tensors(msgspec.Struct):
-    tensors: tuple[int, ...]
-
-
-class Index(Allocation):
+class Index(Registry):
     """Key → record, for all namespaces, and who holds which slot. Opening looks at no object. Thread safe, not
     fork safe."""
 
@@ -103,22 +94,6 @@ class Index(Allocation):
         """The store's epoch now. StoreError."""
         with self._read("epoch") as connection:
             return int(connection.execute("select value from epoch").fetchone()[0])
-
-    def namespace_id(self, namespace: Namespace) -> int:
-        """The number of a namespace in this store, given out at first sight. StoreError."""
-        digest = namespace.digest()
-        with self._write("namespace") as connection:
-            connection.execute(
-                "insert or ignore into namespaces (digest, readable, created) values (?, ?, ?)",
-                (digest, namespace.readable(), int(time.time())),
-            )
-            return int(connection.execute("select id from namespaces where digest = ?", (digest,)).fetchone()[0])
-
-    def namespaces(self) -> dict[int, NamespaceRow]:
-        """All namespaces ever seen by number, those of other formats too. StoreError."""
-        with self._read("namespaces") as connection:
-            rows = connection.execute("select id, digest, readable, created from namespaces order by id").fetchall()
-        return {row[0]: NamespaceRow(*row[1:]) for row in rows}
 
     def lookup(self, namespace: int, keys: bytes) -> Lookup:
         """The records of n keys of 32 bytes, as of one moment; `slot` = NO_SLOT where there is none. Never waits for a
@@ -154,6 +129,14 @@ class Index(Allocation):
                 connection.execute(_DELETE, (ids, f"[{text}]"))
                 gone[np.fromstring(text, dtype=np.int64, sep=",")] = True
         return gone
+
+    def occupants(self, first: int, last: int) -> Occupants:
+        """The objects in the slots `first` to `last` - 1. StoreError."""
+        with self._read("occupants") as connection:
+            (text,) = connection.execute(_OCCUPANTS, (first, last)).fetchone()
+        rows = np.frombuffer(bytes.fromhex(text or ""), dtype=np.uint8).reshape(-1, _ID_SIZE + RECORD_DTYPE.itemsize)
+        records = np.frombuffer(rows[:, _ID_SIZE:].tobytes(), dtype=_STORED).astype(RECORD_DTYPE)
+        return Occupants(rows[:, _ID_SIZE - KEY_SIZE : _ID_SIZE], records)
 
     def clear(self, namespace: int) -> int:
         """Delete all objects of a namespace, in pieces that let other writers in; how many they were. StoreError."""

@@ -32,8 +32,13 @@ create table namespaces (
     id integer primary key autoincrement,
     digest blob not null unique,
     readable text not null,
-    created integer not null
+    created integer not null,
+    hand integer not null default 0,        -- of its clock: a place in its slots, segment after segment
+    heat real not null default 0,           -- bytes hit, each counted half per half-life, as of `heated`
+    heated real not null default 0
 );
+
+create table written (day integer primary key, bytes integer not null);   -- by all processes
 
 create table segments (
     id integer primary key autoincrement,   -- never used again: a slot id means one place for ever

@@ -1,0 +1,84 @@
+"""The namespaces of a store: their numbers, the hands of their clocks, how hot they are, and what all of them wrote."""
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from tutti_sglang.store.allocation import Allocation
+from tutti_sglang.store.eviction import Share, cooled
+from tutti_sglang.store.namespace import Namespace
+
+
+class NamespaceRow(NamedTuple):
+    """A namespace as the index knows it; `readable` is its JSON, maybe of another format; `created` Unix seconds."""
+
+    digest: bytes
+    readable: str
+    created: int
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Bytes of each tensor of an object."""
+        return msgspec.json.decode(self.readable, type=_Tensors).tensors
+
+
+class _Tensors(msgspec.Struct):
+    tensors: tuple[int, ...]
+
+
+class Registry(Allocation):
+    """What is known of namespaces beside their objects."""
+
+    def namespace_id(self, namespace: Namespace) -> int:
+        """The number of a namespace in this store, given out at first sight. StoreError."""
+        digest = namespace.digest()
+        with self._write("namespace") as connection:
+            connection.execute(
+                "insert or ignore into namespaces (digest, readable, created) values (?, ?, ?)",
+                (digest, namespace.readable(), int(time.time())),
+            )
+            return int(connection.execute("select id from namespaces where digest = ?", (digest,)).fetchone()[0])
+
+    def namespaces(self) -> dict[int, NamespaceRow]:
+        """All namespaces ever seen by number, those of other formats too. StoreError."""
+        with self._read("namespaces") as connection:
+            rows = connection.execute("select id, digest, readable, created from namespaces order by id").fetchall()
+        return {row[0]: NamespaceRow(*row[1:]) for row in rows}
+
+    def move_hand(self, namespace: int, step: int, slots: int) -> int:
+        """Move the hand of a namespace's clock of so many slots; where it was. Processes that evict at the same time
+        get different stretches. StoreError."""
+        with self._transaction("hand") as connection:
+            query = "select hand from namespaces where id = ?"
+            hand = int(connection.execute(query, (namespace,)).fetchone()[0]) % slots
+            connection.execute("update namespaces set hand = ? where id = ?", ((hand + step) % slots, namespace))
+        return hand
+
+    def add_heat(self, hit_bytes: Mapping[int, int]) -> None:
+        """Count bytes that were hit, by namespace. StoreError."""
+        now = time.time()
+        with self._transaction("heat") as connection:
+            for namespace, nbytes in hit_bytes.items():
+                row = connection.execute("select heat, heated from namespaces where id = ?", (namespace,)).fetchone()
+                heat = cooled(row[0], now - row[1]) + nbytes
+                connection.execute("update namespaces set heat = ?, heated = ? where id = ?", (heat, now, namespace))
+
+    def shares(self, segment_bytes: Mapping[int, int]) -> list[Share]:
+        """What each namespace has, for `eviction.donor`; `segment_bytes`: the size of each segment. StoreError."""
+        now = time.time()
+        size: dict[int, int] = {}
+        for row in self.segments():
+            size[row.namespace] = size.get(row.namespace, 0) + segment_bytes.get(row.id, 0)
+        with self._read("shares") as connection:
+            rows = connection.execute("select id, heat, heated from namespaces").fetchall()
+        return [Share(number, size.get(number, 0), cooled(heat, now - heated)) for number, heat, heated in rows]
+
+    def count_written(self, day: int, nbytes: int) -> int:
+        """Add to the bytes that all processes wrote on that day; the sum. StoreError."""
+        with self._transaction("written") as connection:
+            connection.execute(
+                "insert into written values (?1, ?2) on conflict (day) do update set bytes = bytes + ?2", (day, nbytes)
+            )
+            return int(connection.execute("select bytes from written where day = ?", (day,)).fetchone()[0])
