@@ -1,11 +1,13 @@
 """An owner lives as long as its process, and holds exactly the slots that it may still read."""
 
+import contextlib
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +117,50 @@ def test_a_read_that_ended_by_an_error_holds_nothing(owners: Owners) -> None:
     with pytest.raises(KeyError), owners.reading(3, GRACE):
         raise KeyError
     assert owners.oldest_epoch(9, GRACE) == 9
+
+
+def test_a_read_that_could_not_be_announced_holds_nothing(owners: Owners, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refused)
+        with pytest.raises(OSError, match="Input"), owners.reading(3, GRACE):
+            pytest.fail("a read that nobody knows of")
+    with owners.reading(8, GRACE):
+        assert owners.oldest_epoch(9, GRACE) == 8
+
+
+def test_close_waits_for_a_read_that_is_just_ending(owners: Owners, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor's number would be another file's by the time it is written to."""
+    inside, go = threading.Event(), threading.Event()
+    pwrite, written = os.pwrite, []
+
+    def slow(fd: int, data: bytes, offset: int) -> int:
+        inside.set()
+        go.wait(30)
+        written.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return pwrite(fd, data, offset)
+
+    def read() -> None:
+        with contextlib.suppress(OSError), owners.reading(3, GRACE):
+            pass
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    reader = threading.Thread(target=read)
+    closer = threading.Thread(target=owners.close)
+    reader.start()
+    assert inside.wait(30)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    with open(os.devnull):
+        go.set()
+        reader.join(30)
+        closer.join(30)
+    assert not closer.is_alive()
+    assert owners.uuid in written[0]
+    assert os.devnull not in written
 
 
 def test_a_hung_read_does_not_take_the_protection_of_a_younger_one(

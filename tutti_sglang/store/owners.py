@@ -63,18 +63,19 @@ class Owners:
 
     def close(self) -> None:
         """Leave: the file goes, and with it the lock. Leases must be given back before. Idempotent."""
-        if self._fd >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._directory / self.uuid)
-            os.close(self._fd)
-            self._fd = -1
+        with self._lock:  # a read that ends just now must not write to a descriptor that is somebody else's by then
+            if self._fd >= 0:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._directory / self.uuid)
+                os.close(self._fd)
+                self._fd = -1
 
     @contextlib.contextmanager
     def reading(self, epoch: int, grace: float) -> Iterator[Read]:
         """Hold every slot that is freed after `epoch`, for `grace` seconds at most."""
         read = Read(epoch)
-        self._publish(grace, begun=read)
         try:
+            self._publish(grace, begun=read)
             yield read
         finally:
             self._publish(grace, ended=read)
