@@ -15,7 +15,7 @@ from tutti_sglang.engine import Ticket
 from tutti_sglang.engine.batch import IN_PROGRESS, IOCTX_DTYPE
 from tutti_sglang.engine.staging import Extent, FreeRanges, Staging
 from tutti_sglang.errors import EngineError
-from tutti_sglang.memory import PAGE
+from tutti_sglang.memory import PAGE, view
 from tutti_sglang.metrics import Metrics
 
 PAGES = 64
@@ -212,6 +212,19 @@ def test_quarantined_memory_outlives_close() -> None:
     assert staging._region.address == staging.address
     drive.answered = True
     staging.close()
+    assert staging._region.address == 0
+
+
+def test_memory_in_use_outlives_close_and_no_more_is_given_out() -> None:
+    staging, _ = make_staging()
+    one, other = staging.acquire(PAGE), staging.acquire(PAGE)
+    staging.close()
+    assert staging.acquire(PAGE) is None
+    assert staging.wait(PAGE, time.monotonic()) is None
+    staging.release(one)
+    view(other.address, PAGE)[:] = 1
+    assert staging._region.address == staging.address
+    staging.release(other)
     assert staging._region.address == 0
 
 

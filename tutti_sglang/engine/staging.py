@@ -105,6 +105,7 @@ class Staging:
         self._waiting: deque[_Waiter] = deque()
         self._quarantine: list[tuple[Extent, Engine, Ticket]] = []
         self._next_sweep = 0.0
+        self._closed = False
         metrics.set("tutti_staging_bytes", self.size, kind="size")
 
     def acquire(self, nbytes: int) -> Extent | None:
@@ -151,14 +152,20 @@ class Staging:
             return sum(extent.size for extent, _, _ in self._quarantine)
 
     def close(self) -> None:
-        """Forget the memory, unless something of it is still in quarantine: then it stays mapped for good."""
+        """Give out nothing any more, and forget the memory with the last extent: a thread may still be copying out of
+        it, a drive may still write into it."""
         self._next_sweep = 0.0
         self._sweep()
-        if not self._quarantine:
+        with self._lock:
+            self._closed = True
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._closed and not self._held:
             self._region.close()
 
     def _take(self, size: int) -> Extent | None:
-        start = self._free.take(size)
+        start = None if self._closed else self._free.take(size)
         if start is None:
             return None
         extent = Extent(self.address + start, size)
@@ -171,6 +178,7 @@ class Staging:
         self._free.give(extent.address - self.address, extent.size)
         self._account(-extent.size)
         self._serve()
+        self._forget()
 
     def _serve(self) -> None:
         while self._waiting and (extent := self._take(self._waiting[0].size)):
