@@ -84,6 +84,11 @@ public:
         return state_;
     }
 
+    // Ends it with `code` if it has no command yet.
+    GIO_FUNCTION void abandon(const Context& c, u32 code) {
+        if (state_ == Step::claiming) finish(c, code);
+    }
+
 private:
     GIO_FUNCTION const Drive& drive(const Context& c) const { return reinterpret_cast<const Drive*>(c.drives)[drive_]; }
     GIO_FUNCTION const QueuePair& queue(const Context& c) const {

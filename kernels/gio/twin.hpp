@@ -36,7 +36,7 @@ public:
         {
             std::lock_guard lock(mutex_);
             issued_[klass].push_back(std::move(issued));
-            open_.push_back(ring);
+            open_.emplace_back(ring, iocb_of(context_, ring).serial);
         }
         work_.ring();
     }
@@ -51,12 +51,13 @@ public:
         drop(kBadRange, [&](const Issued& it, u32 piece) { return context_of(it.ring, piece).offset - offset < size; });
     }
 
-    // Threads stop where they are; false: one did not within the time.
+    // Ends what has no command yet with -ECANCELED; commands that are out stay so. False: a thread did not stop within the time.
     bool stop(u64 timeout_ns) {
         {
             std::lock_guard lock(mutex_);
             stopping_ = true;
         }
+        drop(kCancelled, [](const Issued&, u32) { return true; });
         u64 deadline = now_ns() + timeout_ns;
         while (alive_.load()) {
             if (now_ns() > deadline) return false;
@@ -106,6 +107,7 @@ private:
                 work_.wait(seen, deadline > now ? std::min(bound, deadline - now) : 0);
             }
         }
+        for (Active& it : active) it.io.abandon(context_, kCancelled);
         alive_.fetch_sub(1);
     }
 
@@ -187,9 +189,10 @@ private:
     // Rings `done` when an IOCB has become complete, and not for each sub-I/O: its listener is a Python thread.
     void announce_completed() {
         std::lock_guard lock(mutex_);
-        auto complete = [&](u32 ring) {
-            Completion& completion = reinterpret_cast<Completion*>(context_.completions)[ring];
-            return SystemRef<u64>(completion.serial).load(acquire) == iocb_of(context_, ring).serial;
+        // By the serial it was issued with: the host may have seen the completion first, and be writing the IOCB's next use.
+        auto complete = [&](const std::pair<u32, u64>& it) {
+            Completion& completion = reinterpret_cast<Completion*>(context_.completions)[it.first];
+            return SystemRef<u64>(completion.serial).load(acquire) >= it.second;
         };
         if (std::erase_if(open_, complete)) done_.ring();
     }
@@ -202,7 +205,7 @@ private:
     std::mutex mutex_;  // guards the rest
     std::array<std::deque<Issued>, kClasses> issued_;  // by class
     std::array<i32, kClasses> limits_{}, running_{};
-    std::vector<u32> open_;  // issued, not complete
+    std::vector<std::pair<u32, u64>> open_;  // issued, not complete: IOCB, serial
     bool stopping_ = false;
     std::atomic<u32> alive_;
     std::vector<std::thread> threads_;

@@ -59,7 +59,7 @@ def test_it_is_had_by_its_name(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gio_native, "library", lambda: native)
     engine, note = create_engine(config, SEGMENT, staging)
     assert isinstance(engine, GioEngine)
-    assert engine.depth == 7
+    assert engine.options.depth == 7
     assert "software NVMe controller" in note
     assert engine.close(PATIENCE)
     monkeypatch.setattr(gio_native, "library", lambda: None)

@@ -12,8 +12,7 @@
 #include <random>
 #include <string>
 
-#include "controller.hpp"
-#include "sub_io.cuh"
+#include "twin.hpp"
 
 using namespace tutti::gio;
 
@@ -24,7 +23,8 @@ constexpr u64 kBusOffset = 0x7700000000ull;  // a controller that used host addr
 
 std::map<std::string, u64> options = {
     {"ios", 50000}, {"threads", 8}, {"log-entries", 4}, {"queues", 2}, {"mdts", 1024}, {"sgl", 1}, {"workers", 2}, {"seed", 1},
-    {"fail", 0}, {"drop", 0}, {"delay", 0}, {"delay-ns", 100000}, {"poll-ns", 60000000000ull}, {"claim-ns", 60000000000ull}, {"wrap", 0}};
+    {"fail", 0}, {"drop", 0}, {"delay", 0}, {"delay-ns", 100000}, {"poll-ns", 60000000000ull}, {"claim-ns", 60000000000ull}, {"wrap", 0},
+    {"twin", 0}, {"cancel", 0}};
 
 #define CHECK(condition)                                                               \
     do {                                                                               \
@@ -151,7 +151,7 @@ u64 check(Memory& m, Model& model, u32 ring, u64& errors) {
     for (u32 i = 0; i < iocb.count; ++i) {
         const Ioctx& io = iocb.contexts[i];
         bool good = io.result == static_cast<i32>(io.length);
-        CHECK(good || io.result == -5);
+        CHECK(good || io.result == -5 || (options["cancel"] && io.result == -125));
         CHECK(good == (iocb.status[i] == 0));
         failed += !good;
         if (io.operation == kWrite) {
@@ -166,6 +166,98 @@ u64 check(Memory& m, Model& model, u32 ring, u64& errors) {
     CHECK(m.completions[ring].errors == failed);
     errors += failed;
     return iocb.pieces;
+}
+
+// The kernel's way: a thread per sub-I/O, of which `threads` are resident.
+class ThreadPerSubIo {
+public:
+    explicit ThreadPerSubIo(const Context& context) {
+        for (u32 t = 0; t < options["threads"]; ++t)
+            threads_.emplace_back([&, t] {
+                Work::Item item;
+                for (u32 warp = t; work_.take(item); ++warp) run_sub_io(context, item.ring, item.piece, warp / 8);
+            });
+    }
+    ~ThreadPerSubIo() {
+        work_.end();
+        for (std::thread& thread : threads_) thread.join();
+    }
+    void issue(u32 ring, u32 pieces) { work_.put(ring, pieces); }
+
+private:
+    Work work_;
+    std::vector<std::thread> threads_;
+};
+
+struct Totals {
+    u64 ios = 0, errors = 0, late = 0, released = 0;
+};
+
+// Issues IOCBs until enough I/Os are done. Each IOCB has its own slots and is used again as soon as its completion is seen, while threads still
+// leave the last use of it.
+template <class Issue> Totals drive(Memory& m, Controller& controller, Issue&& issue) {
+    std::mt19937_64 random(options["seed"]);
+    Model model;
+    Totals totals;
+    u64 issued = 0, serial = 0, busy = 0, looked = now_ns();
+    auto start = [&](u32 ring) {
+        ++serial;
+        prepare(m, ring, random() % 2, static_cast<u32>(serial), random, serial);
+        u32 pieces = m.iocbs[ring].pieces;
+        issued += pieces;
+        busy |= 1u << ring;
+        issue(ring, pieces, random);
+    };
+    for (u32 ring = 0; ring < kDepth; ++ring) start(ring);
+    while (busy) {
+        bool seen = false;
+        for (u32 ring = 0; ring < kDepth; ++ring) {
+            if (!(busy >> ring & 1) || SystemRef<u64>(m.completions[ring].serial).load(acquire) != m.iocbs[ring].serial) continue;
+            seen = true;
+            busy &= ~(1u << ring);
+            totals.ios += check(m, model, ring, totals.errors);
+            if (issued < options["ios"]) start(ring);
+        }
+        if (!seen && now_ns() - looked > 5000000) {  // what was lost comes back late, and counts
+            looked = now_ns();
+            for (const QueuePair& queue : m.queues) totals.late = std::max<u64>(totals.late, LocalRef<u32>(state_of(queue).late).load(relaxed));
+            totals.released += controller.release_dropped();
+            for (const QueuePair& queue : m.queues) reap(m.context, queue);
+        }
+        if (!seen) sched_yield();
+    }
+    return totals;
+}
+
+Totals run(Memory& m, Controller& controller) {
+    if (!options["twin"]) {
+        ThreadPerSubIo threads(m.context);
+        return drive(m, controller, [&](u32 ring, u32 pieces, std::mt19937_64&) { threads.issue(ring, pieces); });
+    }
+    Bell done;
+    Twin twin(m.context, {5000000, static_cast<u32>(options["threads"]), 16}, {&controller}, done);
+    Totals totals = drive(m, controller, [&](u32 ring, u32, std::mt19937_64& random) {
+        twin.issue(ring, static_cast<u32>(random() % 3), ~0ull);
+        if (random() % 1000000 < options["cancel"]) twin.cancel(ring);
+    });
+    CHECK(done.count() > 0);
+    CHECK(controller.stop(10000000000ull) && twin.stop(10000000000ull));
+    return totals;
+}
+
+// Nothing may be left anywhere.
+u64 check_state(Memory& m) {
+    u64 doorbells = 0;
+    for (const QueuePair& queue : m.queues) {
+        QueueState& state = state_of(queue);
+        for (u32 word : state.in_use) CHECK(word == 0);
+        for (const Command& command : state.commands) CHECK(command.word == kIdle);
+        CHECK(state.stray == 0 && state.late == 0 && state.next == state.tail && state.next == state.head);
+        if (options["wrap"]) CHECK(state.next < (1u << 31));
+        doorbells += state.doorbells;
+    }
+    for (size_t i = 0; i < kDepth * sizeof(IocbWork); ++i) CHECK(reinterpret_cast<char*>(m.works)[i] == 0);
+    return doorbells;
 }
 
 }  // namespace
@@ -190,62 +282,13 @@ int main(int argc, char** argv) {
     auto chance = [](const char* name) { return static_cast<u32>(options[name]); };
     controller.set_faults({options["seed"], options["delay-ns"], chance("fail"), kUnrecoveredRead, chance("drop"), chance("delay"), 1, 1});
     controller.start();
-
-    Work work;
-    std::vector<std::thread> pool;
-    for (u32 t = 0; t < options["threads"]; ++t)
-        pool.emplace_back([&, t] {
-            Work::Item item;
-            for (u32 warp = t; work.take(item); ++warp) run_sub_io(m.context, item.ring, item.piece, warp / 8);
-        });
-
-    // Each IOCB has its own slots and is used again as soon as its completion is seen, while threads still leave the last use of it.
-    std::mt19937_64 random(options["seed"]);
-    Model model;
-    u64 issued = 0, ios = 0, errors = 0, late = 0, serial = 0, released = 0, busy = 0, looked = now_ns();
-    auto issue = [&](u32 ring) {
-        ++serial;
-        prepare(m, ring, random() % 2, static_cast<u32>(serial), random, serial);
-        issued += m.iocbs[ring].pieces;
-        busy |= 1u << ring;
-        work.put(ring, m.iocbs[ring].pieces);
-    };
-    for (u32 ring = 0; ring < kDepth; ++ring) issue(ring);
-    while (busy) {
-        bool seen = false;
-        for (u32 ring = 0; ring < kDepth; ++ring) {
-            if (!(busy >> ring & 1) || SystemRef<u64>(m.completions[ring].serial).load(acquire) != m.iocbs[ring].serial) continue;
-            seen = true;
-            busy &= ~(1u << ring);
-            ios += check(m, model, ring, errors);
-            if (issued < options["ios"]) issue(ring);
-        }
-        if (seen) continue;
-        if (now_ns() - looked > 5000000) {  // what was lost comes back late, and counts
-            looked = now_ns();
-            for (const QueuePair& queue : m.queues) late = std::max<u64>(late, LocalRef<u32>(state_of(queue).late).load(relaxed));
-            released += controller.release_dropped();
-            for (const QueuePair& queue : m.queues) reap(m.context, queue);
-        }
-        sched_yield();
-    }
-    work.end();
-    for (std::thread& thread : pool) thread.join();
+    Totals totals = run(m, controller);
     CHECK(controller.stop(10000000000ull));
-
     ControllerCounts counts = controller.counts();
-    u64 doorbells = 0;
-    for (const QueuePair& queue : m.queues) {
-        QueueState& state = state_of(queue);
-        for (u32 word : state.in_use) CHECK(word == 0);
-        for (const Command& command : state.commands) CHECK(command.word == kIdle);
-        CHECK(state.stray == 0 && state.late == 0 && state.next == state.tail && state.next == state.head);
-        if (options["wrap"]) CHECK(state.next < (1u << 31));
-        doorbells += state.doorbells;
-    }
-    for (size_t i = 0; i < kDepth * sizeof(IocbWork); ++i) CHECK(reinterpret_cast<char*>(m.works)[i] == 0);
-    CHECK(counts.fatal == 0 && counts.commands == ios && doorbells <= ios && released == counts.dropped);
-    CHECK(options["fail"] || (errors == 0 && counts.failed == 0));
-    std::printf("{\"ios\": %llu, \"errors\": %llu, \"late\": %llu, \"dropped\": %llu, \"delayed\": %llu, \"doorbells\": %llu}\n", ios, errors, late,
-                counts.dropped, counts.delayed, doorbells);
+    u64 doorbells = check_state(m);
+    CHECK(counts.fatal == 0 && counts.commands <= totals.ios && doorbells <= totals.ios && totals.released == counts.dropped);
+    CHECK(options["cancel"] || counts.commands == totals.ios);
+    CHECK(options["fail"] || options["cancel"] || (totals.errors == 0 && counts.failed == 0));
+    std::printf("{\"ios\": %llu, \"errors\": %llu, \"late\": %llu, \"dropped\": %llu, \"delayed\": %llu, \"doorbells\": %llu}\n", totals.ios,
+                totals.errors, totals.late, counts.dropped, counts.delayed, doorbells);
 }

@@ -97,7 +97,7 @@ class SoftwareController:
 
     def detach(self, segment: int, timeout: float) -> bool:
         """Forget the file: commands on it find unwritten blocks. False: one still moves its bytes after `timeout` s."""
-        return bool(self._native.gio_controller_detach(self.handle, segment, _ns(timeout)))
+        return not self.handle or bool(self._native.gio_controller_detach(self.handle, segment, _ns(timeout)))
 
     def set_faults(self, faults: Faults) -> None:
         """Misbehave from now on; the draw starts anew."""

@@ -69,17 +69,19 @@ class Twin:
 
     def cancel(self, iocb: int) -> None:
         """End with -ECANCELED what has not begun of an IOCB, before this returns."""
-        self._native.gio_twin_cancel(self._handle, iocb)
+        if self._handle:
+            self._native.gio_twin_cancel(self._handle, iocb)
 
     def refuse(self, offset: int, size: int) -> None:
         """End with -EBADF what has not begun on these bytes of the drive, before this returns."""
-        self._native.gio_twin_refuse(self._handle, offset, size)
+        if self._handle:
+            self._native.gio_twin_refuse(self._handle, offset, size)
 
     def reap(self) -> None:
         """As Mover.reap; the threads do it."""
 
     def close(self, timeout: float) -> bool:
-        """Stop the threads where they are. False: one did not stop in time."""
+        """End with -ECANCELED what has no command yet, and stop. False: a thread did not stop in time."""
         if self._handle:
             if not self._native.gio_twin_stop(self._handle, round(timeout * 1e9)):
                 return False
