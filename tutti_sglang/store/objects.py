@@ -67,7 +67,7 @@ class ObjectStore:
         self._putter = Putter(self._parts)
         self._writer = Writer(self._parts, self._room, self._publisher, self._upkeep.tick)
         self._closed = False
-        self._upkeep.reclaim()
+        self._upkeep.begin()
         self._writer.start()
 
     def attach(self, namespace: Namespace) -> int:

@@ -38,14 +38,9 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
         index_dir = _open_index_dir(config)
         undo.callback(os.close, index_dir)
         with store_lock(index_dir, LOCK_TIMEOUT) as held:
-            if not held:
-                raise StoreError(
-                    f"Another process has been opening the store at {config.index_path} for {LOCK_TIMEOUT:.0f}s",
-                    "Is one of its processes stopped? Look with: ps -eo pid,stat,cmd | grep ' T'",
-                )
             index = Index(config.index_path / directory.INDEX, metrics)
             undo.callback(index.close)
-            found, segment_size = _join_drives(config, index)
+            found, segment_size = _join_drives(config, index, held)
             for drive in found:
                 undo.callback(drive.close)
             staging = Staging(config.staging_size, metrics)
@@ -77,7 +72,7 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
                 accepted=Accepted(staging),
                 doubts=Doubts(),
             )
-            _take_stock(parts)
+            _take_stock(parts, held)
         undo.pop_all()
         return parts
 
@@ -115,11 +110,17 @@ def _open_index_dir(config: Config) -> int:
     return fd
 
 
-def _join_drives(config: Config, index: Index) -> tuple[list[Drive], int]:
-    """The drives in use, and the store's segment size."""
+def _join_drives(config: Config, index: Index, held: bool) -> tuple[list[Drive], int]:
+    """The drives in use, and the store's segment size. `held`: the store's lock, without which nothing new is made."""
     scan = drives.scan(config)
     try:
         store = index.meta("store")
+        if not held and (store is None or any(each.fd >= 0 and each.block is None for each in scan.found)):
+            raise StoreError(
+                f"Another process has been holding the lock of the store at {config.index_path} for "
+                f"{LOCK_TIMEOUT:.0f}s, and without it no drive can join",
+                "Is one of its processes stopped? Look with: ps -eo pid,stat,cmd | grep ' T'",
+            )
         if store is None:
             store = _adopt(scan, index, config)
         elif scan.store not in ("", store):
@@ -130,7 +131,8 @@ def _join_drives(config: Config, index: Index) -> tuple[list[Drive], int]:
         scan.segment_size = int(index.meta("segment_size") or scan.segment_size)
         known = msgspec.json.decode(index.meta("drives") or "{}", type=dict[int, str])
         joined = drives.join(scan, store, known, config)
-        index.set_meta("drives", msgspec.json.encode(known | drives.registry(joined)).decode())
+        if known != (now := known | drives.registry(joined)):  # no write that a stopped writer could hold up
+            index.set_meta("drives", msgspec.json.encode(now).decode())
         for each in scan.found:
             if each.problem:
                 _logger.warning("tutti: %s is left out: %s; what lies on it is a miss", each.path, each.problem)
@@ -149,16 +151,21 @@ def _adopt(scan: Scan, index: Index, config: Config) -> str:
     return store
 
 
-def _take_stock(parts: Parts) -> None:
-    """Reconcile files and index, and fix what each drive may hold. The caller holds the lock. CapacityError,
-    StoreError."""
+def _take_stock(parts: Parts, held: bool) -> None:
+    """Reconcile files and index, and fix what each drive may hold. Without the lock (`held`), files stay as they are:
+    who opens the store next looks after them. CapacityError, StoreError."""
     growth = Growth(parts)
-    lost = growth.reconcile()
-    if lost:
-        _logger.warning("tutti: %d objects are gone: files of their segments are missing or were cut off", lost)
+    if held:
+        lost = growth.reconcile()
+        if lost:
+            _logger.warning("tutti: %d objects are gone: files of their segments are missing or were cut off", lost)
+    else:
+        _logger.warning("tutti: another process holds the store's lock for long: is it stopped?")
+        parts.segments.refresh()
     used = parts.segments.used()
     drives.set_limits(list(parts.drives.values()), used, parts.config, parts.segments.segment_size)
-    growth.shrink()
+    if held:
+        growth.shrink()
     for ordinal, drive in parts.drives.items():
         parts.metrics.set("tutti_capacity_bytes", drive.limit, drive=str(ordinal))
         parts.ledger.show(drive)

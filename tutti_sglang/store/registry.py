@@ -33,13 +33,17 @@ class Registry(Allocation):
 
     def namespace_id(self, namespace: Namespace) -> int:
         """The number of a namespace in this store, given out at first sight. StoreError."""
-        digest = namespace.digest()
+        digest, query = namespace.digest(), "select id from namespaces where digest = ?"
+        with self._read("namespace") as reader:  # a known one needs no turn at writing
+            known = reader.execute(query, (digest,)).fetchone()
+        if known:
+            return int(known[0])
         with self._write("namespace") as connection:
             connection.execute(
                 "insert or ignore into namespaces (digest, readable, created) values (?, ?, ?)",
                 (digest, namespace.readable(), int(time.time())),
             )
-            return int(connection.execute("select id from namespaces where digest = ?", (digest,)).fetchone()[0])
+            return int(connection.execute(query, (digest,)).fetchone()[0])
 
     def namespaces(self) -> dict[int, NamespaceRow]:
         """All namespaces ever seen by number, those of other formats too. StoreError."""

@@ -40,6 +40,13 @@ class Upkeep:
             if time.monotonic() >= self._next_slow:
                 self._next_slow = time.monotonic() + SLOW_SECONDS
                 duties += [self.reclaim, self._parts.segments.refresh, self._make_space]
+        self._do(duties)
+
+    def begin(self) -> None:
+        """What dead owners held is free before anything is leased, unless the index cannot be written to now."""
+        self._do([self.reclaim])
+
+    def _do(self, duties: list[Callable[[], object]]) -> None:
         for duty in duties:
             try:
                 duty()

@@ -1,0 +1,93 @@
+"""Opening waits for nobody for ever: beside a stopped process a known store serves what it has."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.store.kit import close_good, eventually, get, lookup, namespace, open_store, put, store_pages
+from tutti_sglang.errors import StoreError
+from tutti_sglang.store import opening
+
+ROOT = Path(__file__).parents[2]
+_WRITER = """
+import sqlite3, sys, time
+connection = sqlite3.connect(sys.argv[1] + "/index.db", isolation_level=None)
+connection.execute("begin immediate")
+connection.execute("update epoch set value = value + 1")
+print("in", flush=True)
+time.sleep(100)
+"""
+_LOCKER = """
+import os, sys, time
+from tutti_sglang.store.locking import store_lock
+with store_lock(os.open(sys.argv[1], os.O_RDONLY), 1.0) as held:
+    print("in" if held else "out", flush=True)
+    time.sleep(100)
+"""
+
+
+@contextmanager
+def _stopped(code: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that SIGSTOP met at the worst moment."""
+    command = [sys.executable, "-c", code, str(directory)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "in\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def known(disk: Path) -> Path:
+    """The directory of a store with pages 0 … 19."""
+    store = open_store(disk / "store")
+    store_pages(store, store.attach(namespace()), *range(20))
+    close_good(store)
+    return disk / "store"
+
+
+def test_a_process_stopped_in_a_transaction_costs_at_most_puts(known: Path) -> None:
+    with _stopped(_WRITER, known):
+        store = open_store(known)
+        ns = store.attach(namespace())
+        assert all(lookup(store, ns, *range(20)))
+        assert all(get(store, ns, *range(20)))
+        put(store, ns, 20)
+        assert store.drain(8)
+        assert lookup(store, ns, 20) == [False]
+        assert all(get(store, ns, *range(20)))
+    store_pages(store, ns, *range(20, 30))
+    assert all(get(store, ns, *range(30)))
+    close_good(store)
+
+
+def test_a_process_stopped_with_the_stores_lock_costs_at_most_puts(
+    known: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(opening, "LOCK_TIMEOUT", 0.3)
+    with _stopped(_LOCKER, known):
+        store = open_store(known)
+        assert "stopped" in caplog.text
+        ns = store.attach(namespace())
+        assert all(get(store, ns, *range(20)))
+        put(store, ns, *range(20, 60))
+        assert store.drain(8)
+        with pytest.raises(StoreError, match="no drive can join") as caught:
+            open_store(known, known.parent / "another")
+        assert "ps " in caught.value.hint
+    store_pages(store, ns, *range(20, 60))
+    assert all(get(store, ns, *range(60)))
+    close_good(store)
+    store = open_store(known, known.parent / "another")
+    assert eventually(lambda: store.stats().drives == 2)
+    close_good(store)
