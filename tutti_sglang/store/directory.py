@@ -11,7 +11,7 @@ from tutti_sglang.store import probe, superblock
 INDEX, SEGMENTS, SUMS, OWNERS, CLOCK, LOCK = "index.db", "segments", "sums", "owners", "clock", "lock"
 """What lies in a store's directories beside the superblock."""
 
-_OWN = frozenset([superblock.NAME, SEGMENTS, SUMS, OWNERS, CLOCK, LOCK, INDEX, INDEX + "-wal", INDEX + "-shm"])
+_OWN = frozenset([superblock.NAME, SEGMENTS, SUMS, OWNERS, CLOCK, LOCK])
 _IGNORED = frozenset(["lost+found"])
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -66,7 +66,7 @@ def identity(path: str, name: str) -> tuple[int, int] | None:
 
 
 def _ours(name: str) -> bool:
-    return name in _OWN or name in _IGNORED or name.startswith((probe.PREFIX, f".{superblock.NAME}-"))
+    return name in _OWN or name in _IGNORED or name.startswith((INDEX, probe.PREFIX, f".{superblock.NAME}-"))
 
 
 def _make_private(fd: int, path: str) -> None:

@@ -33,7 +33,8 @@ PERMANENT = frozenset([CORRUPT, errno.ENODATA, errno.ENOENT])
 
 FULL = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 
-_NOT_THE_DRIVE = frozenset([LATE, errno.ECANCELED, errno.EBADF, errno.ENODATA, errno.EINVAL, *FULL])
+_OURS = [errno.ECANCELED, errno.EBADF, errno.EINVAL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR]
+_NOT_THE_DRIVE = frozenset([LATE, errno.ENODATA, *_OURS, *FULL])
 """Errors that say nothing about whether a drive works."""
 
 Codes = npt.NDArray[np.int32]
@@ -78,12 +79,12 @@ class Ledger:
         self._metrics.set("tutti_drive_in_service", int(drive.serves), drive=str(drive.ordinal))
 
     def refused(self, ordinal: int, operation: str, error: OSError) -> None:
-        """A drive would not do something with a whole file. Unless it is only full, nothing is written to it for a
-        while."""
+        """A drive would not do something with a whole file. Unless that is not its fault, nothing is written to it for
+        a while."""
         drive, kind = self._drives[ordinal], errno.errorcode.get(error.errno or 0, str(error))
         self._metrics.add("tutti_io_errors", drive=str(ordinal), op=operation, kind=kind)
         self._reporter.warn(f"{operation} {kind} {ordinal}", f"{operation} failed on {drive.path}: {error}")
-        if error.errno not in FULL and drive.writes.hang(f"{operation}: {error.strerror}"):
+        if error.errno not in _NOT_THE_DRIVE and drive.writes.hang(f"{operation}: {error.strerror}"):
             self.show(drive)
 
     def _book_drive(self, ordinal: int, operation: Operation, failed: Results, total: int) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,9 @@ from tutti_sglang.geometry import Geometry
 from tutti_sglang.store.allocation import SegmentRow
 from tutti_sglang.store.drives import Drive
 from tutti_sglang.store.index import Index
+
+DESCRIPTORS_SHARE = 4
+"""Segments keep at most this part of the process's descriptors: SGLang needs them too."""
 
 SETTLED = 10.0
 """Seconds after which a segment without its files is lost; until then its maker may still be renaming them."""
@@ -48,7 +52,7 @@ class Segments:
         self.lost: set[int] = set()
         self._index = index
         self._engine = engine
-        self._files_max = files_max
+        self._files_max = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTORS_SHARE)
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._table: dict[int, Segment] = {}
         self._tensors: dict[int, tuple[int, ...]] = {}
@@ -208,17 +212,34 @@ class Segments:
             segment.users += 1
             self._recent.pop(number, None)
             self._recent[number] = None
-            surplus = list(self._recent)[: max(0, len(self._recent) - self._files_max)]
-        for each in surplus:
-            self._close(each)
+            self._trim(self._files_max)
         return True
+
+    def _trim(self, most: int) -> None:
+        """Close the files of least recently used segments until about `most` are open."""
+        surplus = sum(len(self._table[number].files) for number in self._recent) - most
+        for number in list(self._recent) if surplus > 0 else ():
+            segment = self._table[number]
+            if not segment.users:
+                count = len(segment.files)
+                if self._shut(segment):
+                    del self._recent[number]
+                surplus -= count
+            if surplus <= 0:
+                return
 
     def _open(self, segment: Segment) -> None:
         number = segment.row.id
         try:
             for ordinal in set(segment.row.cycle):
                 drive = self.drives[ordinal]
-                fd = _open_file(drive, number)
+                try:
+                    fd = _open_file(drive, number)
+                except OSError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    self._trim(0)
+                    fd = _open_file(drive, number)
                 try:
                     self._engine.attach(ordinal, number, fd)
                 except BaseException:
