@@ -15,7 +15,7 @@ setup(
             "tutti_sglang.kernels._host",
             sources=sorted(map(str, HOST.glob("*.cpp"))),
             depends=sorted(map(str, HOST.glob("*.hpp"))),
-            extra_compile_args=["-std=c++20", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
+            extra_compile_args=["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"],
             extra_link_args=["-pthread"],
             language="c++",
             optional=True,  # without a C++20 compiler the installation goes on, and kernels/native.py says so
