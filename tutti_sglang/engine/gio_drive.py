@@ -12,7 +12,7 @@ from tutti_sglang.engine.batch import IN_PROGRESS, Batch, IoClass, Results, Tick
 from tutti_sglang.gio import abi
 from tutti_sglang.gio.controller import Service, SoftwareController
 from tutti_sglang.gio.queues import DriveQueues, HostMemory, Limits, QueuePairs, map_region
-from tutti_sglang.gio.rings import FOREVER_NS, IocbRing
+from tutti_sglang.gio.rings import FOREVER_NS, PATIENT, IocbRing
 from tutti_sglang.gio.twin import Bell, Twin
 
 _DEPTH = 32  # IOCBs per drive; more than that waits in Python
@@ -96,7 +96,7 @@ class GioDrive:
                 reserved = self.ring.get_iocb(1)
                 assert reserved is not None
                 iocb = int(reserved[0])
-                self.ring.fill(iocb, self._contexts(*part))
+                self.ring.fill(iocb, self._contexts(*part), PATIENT)
                 self.issued[iocb] = part
                 self.twin.issue(iocb, klass, int(min(max(part.job.deadline, 0) * 1e9, FOREVER_NS)))
 

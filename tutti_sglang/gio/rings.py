@@ -23,13 +23,16 @@ Batch = npt.NDArray[np.void]
 
 
 class Budget(NamedTuple):
-    """Nanoseconds that a sub-I/O waits for a command slot, and then for its answer; what is over goes on without it."""
+    """Nanoseconds that a sub-I/O waits for a command slot, and then for its answer. By default 30 s each, which Linux
+    gives a drive too (nvme_core.io_timeout): no kernel may spin for ever."""
 
-    claim_ns: int = FOREVER_NS
-    poll_ns: int = FOREVER_NS
+    claim_ns: int = 30_000_000_000
+    poll_ns: int = 30_000_000_000
 
 
-PATIENT = Budget()
+BOUNDED = Budget()
+PATIENT = Budget(FOREVER_NS, FOREVER_NS)
+"""For threads of the CPU, which may wait."""
 
 
 class Mover(Protocol):
@@ -85,7 +88,7 @@ class IocbRing:
             self._events[i] = event
         return np.asarray(ids, dtype=np.int64)
 
-    def fill(self, iocb: int, batch: Batch, budget: Budget = PATIENT) -> int:
+    def fill(self, iocb: int, batch: Batch, budget: Budget = BOUNDED) -> int:
         """Write `batch`, of at most abi.CONTEXTS IOCTX and abi.PIECES sub-I/Os, into a reserved IOCB, before issue_io.
         Returns its number of sub-I/Os."""
         pieces = self.pieces(batch)

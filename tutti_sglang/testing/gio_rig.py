@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tutti_sglang.gio import abi
 from tutti_sglang.gio.controller import Service, SoftwareController
 from tutti_sglang.gio.queues import DriveQueues, Limits, Memory, QueuePairs, map_region, prp_table
-from tutti_sglang.gio.rings import PATIENT, Batch, Budget, IocbRing
+from tutti_sglang.gio.rings import BOUNDED, Batch, Budget, IocbRing
 
 SEGMENTS = 2
 TWO_WORKERS = Service()
@@ -107,7 +107,7 @@ class GioRig:
         chosen = rng.permutation(np.flatnonzero(inside))
         return self.batch(offsets[chosen], sizes[chosen], operation, places[chosen])
 
-    def issue(self, batch: Batch, budget: Budget = PATIENT, sms: int = 0) -> npt.NDArray[np.int64]:
+    def issue(self, batch: Batch, budget: Budget = BOUNDED, sms: int = 0) -> npt.NDArray[np.int64]:
         """Fill as many IOCBs as the batch takes, and issue them together. Returns their ids."""
         parts = self.ring.split(batch)
         ids = self.ring.get_iocb(len(parts))
