@@ -150,7 +150,7 @@ class Clock:
         slots = (self._hand + np.arange(window_size(self._slots))) % self._slots
         self._hand = int(slots[-1] + 1) % self._slots
         occupied, hits = ~self._free[slots], self._hits[slots]
-        self._hits[slots] = aged(hits, occupied)
+        self._hits[slots] = aged(hits, len(self._where), int(np.count_nonzero(self._hits)))
         cold = occupied & (hits == 0)
         return Sweep(slots[cold], self._depth[slots[cold]], slots[occupied & ~cold], self._group)
 

@@ -2,8 +2,8 @@
 
 CLOCK over the slots of a namespace. A hand goes round, a window of slots at a time. Objects of the window that were not
 hit since it last came are cold, and go until the window has no more of them, deeper ones first: the tail of a prefix is
-worthless without its head. Only when fewer than half of the objects are cold does the hand take a hit away from the
-others. So half of the slots belong to what is used again and again, as long as there is so much of it, however many
+worthless without its head. Only when fewer than 60 % of all objects are cold does the hand take a hit away from the
+others. So 40 % of the slots belong to what is used again and again, as long as there is so much of it, however many
 pages a scan writes once: they are cold from the start and make room for each other.
 """
 
@@ -20,13 +20,15 @@ from tutti_sglang.store.slots import Slots
 HITS_MAX = 2
 """Hits that count: an object is spared so many times at most without a new one."""
 COLD_SHARE = 0.6
-"""Of a window's objects: as many cold ones are enough, and the others keep their hits."""
+"""Of a namespace's objects: as many cold ones are enough, and the others keep their hits."""
 WINDOWS = 8
 """Per turn of the hand."""
 WINDOW_MAX = 1 << 15
 """Slots: bounds the time that entering a window takes."""
 HALF_LIFE = 3600.0
 """Seconds after which a hit counts half when namespaces are compared."""
+IDLE_SECONDS = 1800.0
+"""After so long without a hit or a write nobody works with a namespace."""
 
 Hits = npt.NDArray[np.uint8]
 """(n,) hits of each slot since the hand passed, at most HITS_MAX."""
@@ -38,10 +40,10 @@ def window_size(slots: int) -> int:
     return max(1, min(WINDOW_MAX, math.ceil(slots / WINDOWS)))
 
 
-def aged(hits: Hits, occupied: Mask) -> Hits:
-    """(n,) the hits of a window after the hand has entered it."""
-    cold = int((occupied & (hits == 0)).sum())
-    if cold >= COLD_SHARE * int(occupied.sum()):
+def aged(hits: Hits, objects: int, hot: int) -> Hits:
+    """(n,) the hits of a window after the hand has entered it, in a namespace of so many `objects`, of which `hot` have
+    hits. All of them decide: where a window lies must not."""
+    if objects - hot >= COLD_SHARE * objects:
         return hits
     return np.where(hits > 0, hits - 1, 0).astype(np.uint8)
 
@@ -87,16 +89,23 @@ def surplus(usage: Usage, low: float, high: float) -> int:
 
 
 class Share(NamedTuple):
-    """What a namespace has. `size`: bytes of its segments; `heat`: bytes hit, each counted half per HALF_LIFE."""
+    """What a namespace has. `size`: bytes of its segments; `heat`: bytes hit, each counted half per HALF_LIFE; `idle`:
+    seconds since it was last hit or written to."""
 
     namespace: int
     size: int
-    heat: float
+    heat: float = 0.0
+    idle: float = 0.0
 
     @property
     def density(self) -> float:
         """Hit bytes per byte of room."""
         return self.heat / self.size if self.size else 0.0
+
+    @property
+    def used(self) -> bool:
+        """Whether anybody works with it."""
+        return self.idle < IDLE_SECONDS
 
 
 def cooled(heat: float, seconds: float) -> float:
@@ -104,28 +113,23 @@ def cooled(heat: float, seconds: float) -> float:
     return heat * math.exp2(-max(0.0, seconds) / HALF_LIFE)
 
 
-def donor(shares: Sequence[Share], taker: int) -> int | None:
+def donor(shares: Sequence[Share], taker: int, segment: int) -> int | None:
     """The namespace that gives a segment to `taker`, which needs room in a full store; None: it evicts its own objects.
 
-    A namespace is warm while it is hit. The fair share is the store divided by the warm ones and the taker. Below half
-    of it a taker is given room by whoever has more than the fair share, or is cold; above it only by one whose room
-    brings less than half as many hits, and no warm one falls below half of the fair share. Among several the least
-    dense gives.
+    `segment`: bytes that move. The fair share is the store divided by the namespaces in use. Up to half of it a taker
+    is given room by whoever keeps the whole of it; beyond, only by one whose room brings less than half as many hits as
+    the taker's and that keeps half of it. One that nobody uses gives all. The least dense gives first. Heats that stay,
+    and the segments come to rest.
     """
-    by_name = {share.namespace: share for share in shares}
-    me = by_name.get(taker, Share(taker, 0, 0.0))
-    others = [share for share in shares if share.namespace != taker and share.size > 0]
-    warm = {share.namespace for share in others if share.density > _COLD_DENSITY}
-    fair = sum(share.size for share in shares) / (len(warm) + 1)
-    if me.size < fair / 2:
-        givers = [share for share in others if share.namespace not in warm or share.size > fair]
-    else:
-        givers = [
-            share
-            for share in others
-            if share.density * 2 < me.density and (share.namespace not in warm or share.size > fair / 2)
-        ]
-    return min(givers, key=lambda share: (share.density, -share.size)).namespace if givers else None
-
-
-_COLD_DENSITY = 0.001
+    me = next((share for share in shares if share.namespace == taker), Share(taker, 0))
+    others = [share for share in shares if share.namespace != taker and share.size >= segment]
+    fair = sum(share.size for share in shares) / (1 + sum(share.used for share in others))
+    needy = me.size + segment <= fair / 2
+    givers = [
+        share
+        for share in others
+        if not share.used
+        or (needy and share.size - segment >= fair)
+        or (share.density * 2 < me.density and share.size - segment >= fair / 2)
+    ]
+    return min(givers, key=lambda share: (share.used, share.density, -share.size)).namespace if givers else None

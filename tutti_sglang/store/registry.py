@@ -61,7 +61,7 @@ class Registry(Allocation):
         return hand
 
     def add_heat(self, hit_bytes: Mapping[int, int]) -> None:
-        """Count bytes that were hit, by namespace. StoreError."""
+        """Count bytes that were hit, by namespace; 0 where it was only written to. StoreError."""
         now = time.time()
         with self._transaction("heat") as connection:
             for namespace, nbytes in hit_bytes.items():
@@ -77,7 +77,10 @@ class Registry(Allocation):
             size[row.namespace] = size.get(row.namespace, 0) + segment_bytes.get(row.id, 0)
         with self._read("shares") as connection:
             rows = connection.execute("select id, heat, heated from namespaces").fetchall()
-        return [Share(number, size.get(number, 0), cooled(heat, now - heated)) for number, heat, heated in rows]
+        return [
+            Share(number, size.get(number, 0), cooled(heat, now - heated), max(0.0, now - heated))
+            for number, heat, heated in rows
+        ]
 
     def count_written(self, day: int, nbytes: int) -> int:
         """Add to the bytes that all processes wrote on that day; the sum. StoreError."""

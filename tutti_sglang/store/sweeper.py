@@ -15,7 +15,7 @@ from tutti_sglang.store.slots import slot_ids
 _PIECE = 4096
 """Slots that are read from the index at once."""
 _TURNS = HITS_MAX + 2
-"""After so many turns of the hand every object has been cold."""
+"""After so many turns of the hand there is a cold object, if there is any."""
 
 
 class Stretch(NamedTuple):
@@ -63,13 +63,15 @@ class Sweeper:
         total = sum(row.slots for row in mine)
         self._clock.flush()
         gone = seen = 0
-        while gone < count and seen <= _TURNS * total:
+        while gone < count and mine and seen <= _TURNS * total:
             window = self._windows.get(namespace)
             if window is None or not len(window.sweep):
                 step = window_size(total)
                 seen += step
                 window = self._windows[namespace] = self._enter(namespace, mine, step, total)
-            gone += self._evict(namespace, window, count - gone)
+            evicted = self._evict(namespace, window, count - gone)
+            gone += evicted
+            seen = 0 if evicted else seen
         return gone
 
     def _evict(self, namespace: int, window: _Window, count: int) -> int:
@@ -86,14 +88,14 @@ class Sweeper:
         found = self._occupants(where)
         occupied = np.isin(slots, found.records["slot"].astype(np.int64))
         hits = self._hits(where)
-        self._age(where, hits, occupied)
+        self._age(namespace, where, hits, int(np.count_nonzero(self._hits(stretches(segments, 0, total)))))
         cold = occupied & (hits == 0)
         which = (hits == 0)[occupied]
         sweep = Sweep(slots[cold], found.records["depth"][which], slots[occupied & ~cold], segments[0].group)
         return _Window(where, sweep, found.keys[which], np.flatnonzero(cold))
 
-    def _age(self, where: list[Stretch], hits: Hits, occupied: npt.NDArray[np.bool_]) -> None:
-        after = aged(hits, occupied)
+    def _age(self, namespace: int, where: list[Stretch], hits: Hits, hot: int) -> None:
+        after = aged(hits, self._index.usage(namespace).used, hot)
         if after is hits:
             return
         done = 0
