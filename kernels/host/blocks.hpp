@@ -1,4 +1,4 @@
-// Whole 4 KiB blocks: their sums, a copy of them, or both in one pass. tutti_sglang/checksum.py is the reference.
+// Sums of whole 4 KiB blocks, alone or with a copy of them in the same pass, and copies of any size. tutti_sglang/checksum.py is the reference.
 #pragma once
 
 #include <array>
@@ -24,12 +24,11 @@ consteval std::array<std::uint64_t, kWords> make_keys() {
 }
 alignas(64) inline constexpr std::array<std::uint64_t, kWords> kKeys = make_keys();
 
-/// Copy `count` blocks from `src` to `dst` (null: no copy) and put their sums into `sums` (null: no sums).
-using BlockPass = void (*)(unsigned char *dst, const unsigned char *src, std::size_t count, std::uint64_t *sums);
-
 struct BlockKernel {
     const char *name;
-    BlockPass pass;
+    /// Put the sums of `count` blocks at `src` into `sums`, and copy the blocks to `dst` unless it is null.
+    void (*sum)(unsigned char *dst, const unsigned char *src, std::size_t count, std::uint64_t *sums);
+    void (*copy)(unsigned char *dst, const unsigned char *src, std::size_t size);
 };
 
 /// The variants that this CPU runs, slowest first.

@@ -13,29 +13,25 @@ using u64 = std::uint64_t;
 namespace tutti {
 namespace {
 
-BlockPass fastest() {
-    static const BlockPass pass = block_kernels().back().pass;
-    return pass;
+const BlockKernel &fastest() {
+    static const BlockKernel &kernel = block_kernels().back();
+    return kernel;
 }
 
 }  // namespace
 
-void copy_row(unsigned char *dst, const unsigned char *src, std::size_t size) {
-    const std::size_t whole = size / kBlock * kBlock;
-    if (whole) fastest()(dst, src, size / kBlock, nullptr);
-    std::memcpy(dst + whole, src + whole, size - whole);
-}
+void copy_row(unsigned char *dst, const unsigned char *src, std::size_t size) { fastest().copy(dst, src, size); }
 
 Summer::Summer(const u64 *sizes, std::size_t tensors)
     : list_((tensors ? *std::max_element(sizes, sizes + tensors) : 0) / kBlock + 2) {}
 
 u64 Summer::operator()(unsigned char *dst, const unsigned char *src, std::size_t size) {
     std::size_t blocks = size / kBlock;
-    if (blocks) fastest()(dst, src, blocks, list_.data());
+    if (blocks) fastest().sum(dst, src, blocks, list_.data());
     if (const std::size_t whole = blocks * kBlock; whole < size) {
         alignas(64) unsigned char padded[kBlock] = {};
         std::memcpy(padded, src + whole, size - whole);
-        fastest()(nullptr, padded, 1, &list_[blocks++]);
+        fastest().sum(nullptr, padded, 1, &list_[blocks++]);
         if (dst) std::memcpy(dst + whole, padded, size - whole);  // from the copy that was summed: the source may change meanwhile
     }
     list_[blocks] = size;

@@ -72,7 +72,7 @@ class Queue {
 
     /// False when the segment has a file already.
     bool attach(std::uint32_t segment, int fd);
-    /// Forget the segment's file; what has not started on it ends with -EBADF. False when some transfer has not ended by `until_ns`: ask again.
+    /// Forget the segment's file; what has not started on it ends with -EBADF. False when some transfer has not ended by `until_ns`.
     bool detach(std::uint32_t segment, std::int64_t until_ns);
     /// Registered files whose segment is gone.
     std::vector<int> take_retired_slots();

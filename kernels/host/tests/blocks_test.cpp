@@ -1,5 +1,6 @@
 // Every variant of the block pass equals the definition, at any alignment, and touches no byte beyond its rows.
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -33,19 +34,22 @@ void variants_agree() {
                 std::vector<unsigned char> from(size + 64), to(size + 64, 0xAA);
                 for (auto &byte : from) byte = static_cast<unsigned char>(random());
                 std::uint64_t sums[blocks] = {}, alone[blocks] = {};
-                kernel.pass(to.data() + target, from.data() + shift, blocks, sums);
+                kernel.sum(to.data() + target, from.data() + shift, blocks, sums);
                 finish_blocks();
                 CHECK(!std::memcmp(to.data() + target, from.data() + shift, size));
                 for (std::size_t at = 0; at < to.size(); ++at) CHECK((at >= target && at < target + size) || to[at] == 0xAA);
-                kernel.pass(nullptr, from.data() + shift, blocks, alone);
+                kernel.sum(nullptr, from.data() + shift, blocks, alone);
                 for (std::size_t block = 0; block < blocks; ++block) {
                     CHECK(sums[block] == by_definition(from.data() + shift + block * kBlock));
                     CHECK(alone[block] == sums[block]);
                 }
-                std::memset(to.data(), 0, to.size());
-                kernel.pass(to.data() + target, from.data() + shift, blocks, nullptr);
-                finish_blocks();
-                CHECK(!std::memcmp(to.data() + target, from.data() + shift, size));
+                for (const std::size_t part : {1ul, 63ul, 64ul, 2048ul, size - 1, size}) {
+                    std::fill(to.begin(), to.end(), 0xAA);
+                    kernel.copy(to.data() + target, from.data() + shift, part);
+                    finish_blocks();
+                    CHECK(!std::memcmp(to.data() + target, from.data() + shift, part));
+                    for (std::size_t at = 0; at < to.size(); ++at) CHECK((at >= target && at < target + part) || to[at] == 0xAA);
+                }
             }
 }
 
