@@ -28,9 +28,11 @@ Start = Callable[..., tuple[GioRig, Any]]
 @pytest.fixture(scope="module")
 def device() -> Any:
     try:
-        from cuda.core import Device
-
-        device = Device()
+        from tutti_sglang.gio import gpu
+    except ImportError as error:
+        pytest.skip(f"cuda-python is missing or too old: {error}")
+    try:
+        device = gpu.Device()
         device.set_current()
     except Exception as error:
         pytest.skip(f"no CUDA device: {error}")
