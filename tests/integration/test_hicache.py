@@ -17,6 +17,7 @@ pytest.importorskip("sglang", reason="SGLang is not installed")
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from tests.integration.backends import Backends
 from tests.integration.host_pools import fill, mha_pool, mla_pool, slots, storage
 from tutti_sglang.errors import CapacityError, ConfigError, ForeignStoreError, StoreError, UnsupportedError
 from tutti_sglang.integration import identity
@@ -39,28 +40,9 @@ def disk(drive: Path) -> Path:
 @pytest.fixture
 def opened(disk: Path) -> Iterator[Open]:
     """Backends on one store, as the factory makes them; closed at the end."""
-    backends = []
-
-    def make(pool: Any = None, *, extra: dict[str, Any] | None = None, **changed: Any) -> TuttiHiCacheStorage:
-        settings = {
-            "storage_dirs": [str(disk / "store")],
-            "max_size": "64MiB",
-            "segment_size": "2MiB",
-            "min_free_space": "1MiB",
-            "staging_size": "16MiB",
-            **(extra or {}),
-        }
-        backend = TuttiHiCacheStorage(storage(extra_config=settings, **changed), pool)
-        backends[:] = [each for each in backends if not each.closed] + [backend]  # SGLang forgets what it closed too
-        if pool is not None:
-            backend.register_mem_pool_host(pool)
-            backend.register_mem_host_pool_v2(pool, PoolName.KV)
-            backend.on_host_pools_registered()
-        return backend
-
-    yield make
-    for backend in backends:
-        backend.close()
+    backends = Backends(disk / "store")
+    yield backends.open
+    backends.close()
 
 
 def _contents(pool: Any, pages: list[int]) -> list[torch.Tensor]:
