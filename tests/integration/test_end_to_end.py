@@ -261,7 +261,7 @@ def test_two_tensor_parallel_ranks_each_get_their_own_half(servers: Servers, wor
 
 
 ENGINE = """
-import json, sys
+import json, sys, time
 import sglang
 
 def main():
@@ -270,7 +270,10 @@ def main():
         answer = engine.generate(sys.argv[2], {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True})
         return answer["output_ids"], answer["meta_info"]["prompt_tokens"], answer["meta_info"]["cached_tokens_details"]
     first = ask()
-    flushed = engine.flush_cache()
+    deadline = time.monotonic() + 60
+    while not engine.flush_cache().success:  # refused while pages are being written
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
     print("RESULT" + json.dumps([first, ask()]), flush=True)
     engine.shutdown()
 
