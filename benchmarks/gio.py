@@ -35,6 +35,8 @@ WORKERS = 4  # of the controller
 def main() -> None:
     """Measure and print; `--json FILE` keeps the rows."""
     options = _options()
+    if options.mover == "gpu" and (reason := _why_no_gpu()):
+        sys.exit(f"no figures: {reason}; --mover twin measures the same protocol on the CPU")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tutti-gio-", dir=options.directory) as folder:
         native = gio_native.current(Path(folder))
@@ -54,6 +56,16 @@ def main() -> None:
                     _print(rows[-1])
     if options.json:
         options.json.write_text(json.dumps({"command": sys.argv, "rows": rows}, indent=1))
+
+
+def _why_no_gpu() -> str:
+    try:
+        from cuda.core import Device
+
+        Device().set_current()
+    except Exception as error:  # noqa: BLE001  (cuda.core raises what it pleases without a driver)
+        return f"no CUDA device ({str(error).splitlines()[0]})"
+    return ""
 
 
 def _measure(rig: GioRig, size: int, seconds: float, sms: int) -> dict[str, Any]:
