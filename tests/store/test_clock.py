@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tutti_sglang.geometry import Stripe
-from tutti_sglang.store.allocation import SegmentRow
 from tutti_sglang.store.clock import Clock, places_of
 from tutti_sglang.store.eviction import HITS_MAX
 from tutti_sglang.store.slots import slot_ids
@@ -27,10 +25,6 @@ def clock(directory: int) -> Iterator[Clock]:
     opened = Clock(directory)
     yield opened
     opened.close()
-
-
-def _row(number: int, clock: int) -> SegmentRow:
-    return SegmentRow(number, 1, (0,), 4, 64, Stripe.TENSOR, "active", clock, 0)
 
 
 def test_hits_add_up_to_a_limit(clock: Clock) -> None:
@@ -103,9 +97,9 @@ def test_threads_touch_at_once(clock: Clock) -> None:
     assert clock.read(0, 2000).tolist() == [1] * 2000
 
 
-def test_slots_lie_where_their_segment_says(clock: Clock) -> None:
-    rows = [_row(9, 640), _row(2, 0), _row(4, 64)]
+def test_slots_lie_where_their_segment_says() -> None:
+    start = {9: 640, 2: 0, 4: 64}
     slots = np.concatenate([slot_ids(4, np.array([0, 63])), slot_ids(3, np.array([1])), slot_ids(9, np.array([2]))])
-    assert places_of(slots, rows).tolist() == [64, 127, 642]
-    assert places_of(slot_ids(77, np.array([0])), rows).tolist() == []
-    assert places_of(slots, []).tolist() == []
+    assert places_of(slots, start.get).tolist() == [64, 127, 642]
+    assert places_of(slot_ids(77, np.array([0])), start.get).tolist() == []
+    assert places_of(slots[:0], start.get).tolist() == []

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tutti_sglang.geometry import Stripe
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import registry
 from tutti_sglang.store.index import Index
@@ -61,11 +60,10 @@ def test_heat_adds_up_and_cools_and_writing_keeps_a_namespace_in_use(
     now = 1e9
     monkeypatch.setattr(registry.time, "time", lambda: now)
     hot, cold = (indexes[0].namespace_id(_namespace(model)) for model in "ab")
-    segments = [indexes[0].add_segment(hot, (0,), 4, 64, Stripe.TENSOR) for _ in range(2)]
     indexes[0].add_heat({hot: 1000})
     indexes[1].add_heat({hot: 1000, cold: 0})
     now += 3600
-    shares = {share.namespace: share for share in indexes[1].shares(dict.fromkeys(segments, 1 << 20))}
+    shares = {share.namespace: share for share in indexes[1].shares({hot: 2 << 20})}
     assert shares[hot] == (hot, 2 << 20, 1000, 3600)
     assert shares[cold] == (cold, 0, 0, 3600)
     indexes[1].add_heat({hot: 500, cold: 0})
@@ -75,8 +73,8 @@ def test_heat_adds_up_and_cools_and_writing_keeps_a_namespace_in_use(
     assert indexes[0].shares({})[0].idle == 0, "a clock that was set back"
 
 
-def test_bytes_written_are_counted_by_day_over_all_processes(indexes: list[Index]) -> None:
-    assert indexes[0].count_written(7, 100) == 100
-    assert indexes[1].count_written(7, 50) == 150
-    assert indexes[0].count_written(8, 1 << 50) == 1 << 50
-    assert indexes[0].count_written(7, 0) == 150
+def test_bytes_written_are_counted_by_day_and_drive_over_all_processes(indexes: list[Index]) -> None:
+    assert indexes[0].count_written(7, {0: 100, 3: 1}) == {0: 100, 3: 1}
+    assert indexes[1].count_written(7, {0: 50}) == {0: 150, 3: 1}
+    assert indexes[0].count_written(8, {0: 1 << 50}) == {0: 1 << 50}
+    assert indexes[0].count_written(7, {}) == {0: 150, 3: 1}

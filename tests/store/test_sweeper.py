@@ -49,7 +49,8 @@ class Process:
 
     def hit(self, keys: bytes) -> None:
         found = self.index.lookup(self.space, keys).records["slot"].astype(np.int64)
-        self.clock.touch(places_of(found[found != NO_SLOT], self.index.segments()))
+        start = {row.id: row.clock for row in self.index.segments()}
+        self.clock.touch(places_of(found[found != NO_SLOT], start.get))
 
     def evict(self, count: int) -> int:
         return self.sweeper.make_room(self.space, count, self.index.segments())

@@ -1,14 +1,20 @@
-"""Which pages are worth a write: all, or those seen a second time; and how many bytes a day the drives may take."""
+"""Which pages are worth a write: all, or those seen a second time, as long as the day's budget of each drive lasts."""
 
 import datetime
+import threading
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang.store.index import KEY_SIZE
+from tutti_sglang.config import Config
+from tutti_sglang.engine.batch import Batch
+from tutti_sglang.store.index import KEY_SIZE, Index
 
 SEEN_MAX = 1 << 20
 """Keys that are remembered at most: 8 MiB, touched as it fills."""
+
+Mask = npt.NDArray[np.bool_]
+"""(n,) one per key."""
 
 
 class Seen:
@@ -20,14 +26,60 @@ class Seen:
         assert size & (size - 1) == 0
         self._marks = np.zeros(size, dtype=np.uint64)
 
-    def again(self, keys: bytes) -> npt.NDArray[np.bool_]:
-        """(n,) True where the key was offered before; it is remembered where it was not, and forgotten where it was."""
+    def again(self, keys: bytes) -> Mask:
+        """True where the key was offered before; it is remembered where it was not, and forgotten where it was."""
         words = np.frombuffer(keys, dtype="<u8").reshape(-1, KEY_SIZE // 8)
         places = words[:, 0] & np.uint64(len(self._marks) - 1)
         marks = words[:, 1] | np.uint64(1)
         known = self._marks[places] == marks
         self._marks[places] = np.where(known, np.uint64(0), marks)
         return np.asarray(known)
+
+
+class Admission:
+    """Decides in memory, for SGLang's threads; `flush` compares notes with the other processes. Thread safe."""
+
+    def __init__(self, config: Config, index: Index) -> None:
+        self._index = index
+        self._budget = config.daily_write_budget
+        self._seen = Seen() if config.write_admission == "second" else None
+        self._lock = threading.Lock()
+        self._today: dict[int, int] = {}
+        self._unsaid: dict[int, int] = {}
+
+    def admit(self, keys: bytes) -> Mask:
+        """Which of these new pages to write."""
+        with self._lock:
+            known = np.ones(len(keys) // KEY_SIZE, dtype=np.bool_) if self._seen is None else self._seen.again(keys)
+            return np.zeros_like(known) if self._spent() else known
+
+    def wrote(self, batch: Batch) -> dict[int, int]:
+        """Count writes that a drive was asked for, whatever became of them: it wore. Bytes by drive."""
+        drives, which = np.unique(batch["drive"], return_inverse=True)
+        sums = np.bincount(which, weights=batch["length"], minlength=len(drives))
+        written = dict(zip(drives.tolist(), sums.astype(np.int64).tolist(), strict=True))
+        with self._lock:
+            for drive, nbytes in written.items():
+                self._unsaid[drive] = self._unsaid.get(drive, 0) + nbytes
+        return written
+
+    def flush(self) -> None:
+        """Add to the store's count, and learn what all processes wrote today. StoreError, then it is added later."""
+        with self._lock:
+            unsaid = dict(self._unsaid)
+        if not unsaid and not self._budget:
+            return
+        today = self._index.count_written(day(), unsaid)
+        with self._lock:
+            self._today = today
+            for drive, nbytes in unsaid.items():
+                self._unsaid[drive] -= nbytes
+
+    def _spent(self) -> bool:
+        if not self._budget:
+            return False
+        drives = self._today.keys() | self._unsaid.keys()
+        return any(self._today.get(drive, 0) + self._unsaid.get(drive, 0) >= self._budget for drive in drives)
 
 
 def day(now: datetime.datetime | None = None) -> int:

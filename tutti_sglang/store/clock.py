@@ -7,12 +7,11 @@ is read and written by calls, never memory-mapped: a file cut off by somebody is
 import contextlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang.store.allocation import SegmentRow
 from tutti_sglang.store.eviction import HITS_MAX, Hits
 from tutti_sglang.store.slots import Slots, numbers_of, segments_of
 
@@ -25,15 +24,16 @@ _PENDING_MAX = 1 << 20
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-def places_of(slots: Slots, segments: Iterable[SegmentRow]) -> Places:
-    """Where the bytes of slots lie; slots of other segments than those given are left out."""
-    rows = sorted(segments, key=lambda row: row.id)
-    numbers = np.array([row.id for row in rows], dtype=np.int64)
-    bases = np.array([row.clock for row in rows], dtype=np.int64)
-    which = np.searchsorted(numbers, segments_of(slots))
-    known = which < len(numbers)
-    known[known] = numbers[which[known]] == segments_of(slots[known])
-    return np.asarray(bases[which[known]] + numbers_of(slots[known]))
+def places_of(slots: Slots, start_of: Callable[[int], int | None]) -> Places:
+    """Where the bytes of slots lie; `start_of`: the first byte of a segment, None where it is not known, and then its
+    slots are left out."""
+    segments = segments_of(slots)
+    places = [np.empty(0, dtype=np.int64)]
+    for segment in np.unique(segments).tolist():
+        start = start_of(segment)
+        if start is not None:
+            places.append(numbers_of(slots[segments == segment]) + start)
+    return np.concatenate(places)
 
 
 class Clock:

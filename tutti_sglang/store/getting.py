@@ -59,7 +59,9 @@ class Getter:
             if read.expired(grace):
                 found[which] = EXPIRED
         self._judge(space, keys, first, found)
-        return np.asarray(first.readable & (found == GOOD))
+        good = np.asarray(first.readable & (found == GOOD))
+        parts.hits.hit(space, first.slots[good])
+        return good
 
     def _read(self, space: Space, sight: Sight, which: Which, rows: Addresses, deadline: float) -> Codes:
         found = np.full(len(which), UNOPENED, dtype=np.int32)

@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from tutti_sglang.errors import CapacityError
 from tutti_sglang.geometry import Geometry, group_size
@@ -49,11 +49,7 @@ class Growth:
             if not held:
                 return False
             self._segments.refresh()
-            used = self._segments.used()
-            serving = {number: drive for number, drive in self._parts.drives.items() if drive.serves}
-            geometry = self._geometry(
-                space, {number: each.room(used.get(number, 0)) for number, each in serving.items()}
-            )
+            geometry = self._geometry(space, self._room())
             drafts = self._make_files(geometry) if geometry else None
             if not geometry or not drafts:
                 return False
@@ -69,17 +65,9 @@ class Growth:
             self._segments.refresh()
             return True
 
-    def evict(self, space: Space, missing: int, keep: Collection[int]) -> int:
-        """Make room for about `missing` objects of the namespace; how many slots become free, now or when their readers
-        have left them. Segments to `keep` are about to be written to. StoreError."""
-        segments = self._segments
-        rows = [row for row in segments.rows() if segments.writable(row.id) and not segments.being_written(row.id)]
-        rows = [row for row in rows if row.id not in keep]
-        rows = [row for row in rows if row.namespace == space.id] or rows
-        oldest = min(rows, key=lambda row: row.id, default=None)
-        gone = self.drop(oldest.id) if oldest else None
-        self._parts.metrics.add("tutti_evicted_objects", gone or 0)
-        return oldest.slots if oldest and gone is not None else 0
+    def full(self, space: Space) -> bool:
+        """Whether there is no room for one more segment of the namespace, as of the last refresh."""
+        return self._geometry(space, self._room()) is None
 
     def drop(self, number: int) -> int | None:
         """Take a segment away with all that is in it; how many objects went, None when it could not be done now. Who is
@@ -137,6 +125,11 @@ class Growth:
         """Hold the store's lock; False when it could not be had."""
         with store_lock(self._parts.index_dir, timeout) as held:
             yield held
+
+    def _room(self) -> dict[int, int]:
+        used = self._segments.used()
+        serving = {number: drive for number, drive in self._parts.drives.items() if drive.serves}
+        return {number: drive.room(used.get(number, 0)) for number, drive in serving.items()}
 
     def _names(self, drive: Drive) -> list[str]:
         try:

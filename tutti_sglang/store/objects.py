@@ -2,6 +2,7 @@
 it."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -14,6 +15,7 @@ from tutti_sglang.errors import CapacityError, StoreError
 from tutti_sglang.memory import Addresses
 from tutti_sglang.metrics import Metrics, process_metrics
 from tutti_sglang.store.accepted import SHARE
+from tutti_sglang.store.evictor import Evictor
 from tutti_sglang.store.getting import Getter
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.keys import count, split
@@ -47,6 +49,28 @@ class StoreStats(NamedTuple):
     drives_in_service: int
 
 
+class Calls:
+    """How many calls are under way: nothing may be closed that one of them uses."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def wait_for_none(self, deadline: float) -> bool:
+        """False when some are still under way at the deadline."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._count, max(0.0, deadline - time.monotonic()))
+
+
 class ObjectStore:
     """Thread safe, not fork safe. After opening, no call raises for I/O or stays beyond its deadline: what cannot be
     had is
@@ -60,13 +84,16 @@ class ObjectStore:
         self._pid = os.getpid()
         self._parts = open_parts(config, metrics or process_metrics(), engine)
         self._growth = Growth(self._parts)
-        self._room = Room(self._parts, self._growth)
+        evictor = Evictor(self._parts, self._growth)
+        self._room = Room(self._parts, self._growth, evictor)
         self._publisher = Publisher(self._parts, self._room)
-        self._upkeep = Upkeep(self._parts, self._room, self._growth, self._publisher)
+        self._upkeep = Upkeep(self._parts, self._room, self._growth, self._publisher, evictor)
         self._getter = Getter(self._parts)
         self._putter = Putter(self._parts)
         self._writer = Writer(self._parts, self._room, self._publisher, self._upkeep.tick)
-        self._closed = False
+        self._calls = Calls()
+        self._closing = threading.Lock()
+        self._closed = self._released = False
         self._upkeep.begin()
         self._writer.start()
 
@@ -133,7 +160,8 @@ class ObjectStore:
         """Read and compare every object of the namespace, or of all and the accounts too. Takes as long as reading the
         drives takes. With `repair`, what is wrong is removed or made again. StoreError."""
         self._check_process()
-        return Verifier(self._parts, self._growth, repair).run(ns)
+        with self._calls:
+            return Verifier(self._parts, self._growth, repair).run(ns)
 
     def stats(self) -> StoreStats:
         """Figures that cost nothing to tell."""
@@ -162,14 +190,16 @@ class ObjectStore:
 
     def close(self, timeout: float = 9.0) -> bool:
         """Write what was accepted, then give everything back; False when that was not finished within `timeout`
-        seconds.
-        Idempotent."""
-        if self._closed or os.getpid() != self._pid:
+        seconds: then what is still in use stays as it is, and another `close` may find it free. Idempotent."""
+        if os.getpid() != self._pid:
             return True
-        self._closed = True
         deadline = time.monotonic() + timeout
-        written = self._writer.stop(deadline)
-        return self._guard("close", lambda: self._leave(deadline), False, closing=True) and written
+        with self._closing:
+            self._closed = True
+            written = self._writer.stop(deadline)
+            if not self._released and written and self._calls.wait_for_none(deadline):
+                self._released = self._guard("close", lambda: self._leave(deadline), False, closing=True)
+            return self._released
 
     def _leave(self, deadline: float) -> bool:
         try:
@@ -181,16 +211,17 @@ class ObjectStore:
     def _guard(self, call: str, act: Callable[[], T], otherwise: T, closing: bool = False) -> T:
         """What SGLang sees of an exception is `otherwise`."""
         self._check_process()
-        if (self._closed or self._parts.gone.is_set()) and not closing:
+        with self._calls:
+            if (self._closed or self._parts.gone.is_set()) and not closing:
+                return otherwise
+            try:
+                return act()
+            except (StoreError, OSError) as error:
+                self._parts.reporter.warn(f"{call} {type(error).__name__}", f"{call}: {error}")
+            except Exception:  # noqa: BLE001
+                self._parts.metrics.add("tutti_call_errors", call=call)
+                self._parts.reporter.failed(call)
             return otherwise
-        try:
-            return act()
-        except (StoreError, OSError) as error:
-            self._parts.reporter.warn(f"{call} {type(error).__name__}", f"{call}: {error}")
-        except Exception:  # noqa: BLE001
-            self._parts.metrics.add("tutti_call_errors", call=call)
-            self._parts.reporter.failed(call)
-        return otherwise
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

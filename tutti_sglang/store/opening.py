@@ -15,9 +15,12 @@ from tutti_sglang.errors import ForeignStoreError, StoreError
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import directory, drives
 from tutti_sglang.store.accepted import Accepted
+from tutti_sglang.store.admission import Admission
+from tutti_sglang.store.clock import Clock
 from tutti_sglang.store.doubts import Doubts
 from tutti_sglang.store.drives import Drive, Scan
 from tutti_sglang.store.growth import Growth
+from tutti_sglang.store.hits import Hits
 from tutti_sglang.store.index import Index
 from tutti_sglang.store.locking import store_lock
 from tutti_sglang.store.outcome import Ledger
@@ -53,6 +56,9 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
             undo.callback(owners.close)
             sums = SumFiles(index_dir)
             undo.callback(sums.close)
+            clock = Clock(index_dir, directory.CLOCK)
+            undo.callback(clock.close)
+            segments = Segments(index, found, engine, segment_size)
             by_ordinal = {drive.ordinal: drive for drive in found}
             reporter = Reporter(_logger)
             parts = Parts(
@@ -64,13 +70,15 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
                 engine=engine,
                 engine_note=note,
                 staging=staging,
-                segments=Segments(index, found, engine, segment_size),
+                segments=segments,
                 sums=sums,
                 metrics=metrics,
                 reporter=reporter,
                 ledger=Ledger(by_ordinal, metrics, reporter),
                 accepted=Accepted(staging),
                 doubts=Doubts(),
+                hits=Hits(clock, segments),
+                admission=Admission(config, index),
             )
             _take_stock(parts, held)
         undo.pop_all()
@@ -78,18 +86,20 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
 
 
 def close_parts(parts: Parts, deadline: float) -> bool:
-    """Give everything back. False when a drive still owes answers: then memory and files stay as they are."""
-    idle = parts.engine.close(max(0.0, deadline - time.monotonic()))
-    if idle:
-        parts.segments.close()
-        parts.staging.close()
+    """Give everything back. False when a drive still owes answers: then memory and files stay as they are, and so does
+    the owner's lock, without which others would take the slots that the drive may still write to."""
+    if not parts.engine.close(max(0.0, deadline - time.monotonic())):
+        return False
+    parts.segments.close()
+    parts.staging.close()
+    parts.hits.clock.close()
     parts.owners.close()
     parts.index.close()
     parts.sums.close()
     for drive in parts.drives.values():
         drive.close()
     os.close(parts.index_dir)
-    return idle
+    return True
 
 
 def _open_index_dir(config: Config) -> int:

@@ -8,8 +8,10 @@ from tutti_sglang.engine.base import Engine
 from tutti_sglang.engine.staging import Staging
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store.accepted import Accepted
+from tutti_sglang.store.admission import Admission
 from tutti_sglang.store.doubts import Doubts
 from tutti_sglang.store.drives import Drive
+from tutti_sglang.store.hits import Hits
 from tutti_sglang.store.index import Index
 from tutti_sglang.store.outcome import Ledger
 from tutti_sglang.store.owners import Owners
@@ -40,6 +42,8 @@ class Parts:
     ledger: Ledger
     accepted: Accepted
     doubts: Doubts
+    hits: Hits
+    admission: Admission
     spaces: dict[int, Space] = field(default_factory=dict)
     gone: threading.Event = field(default_factory=threading.Event)
 

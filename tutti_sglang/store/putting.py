@@ -7,7 +7,7 @@ from tutti_sglang import checksum, memory
 from tutti_sglang.checksum import Sums
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.accepted import Parcel
-from tutti_sglang.store.keys import split
+from tutti_sglang.store.keys import some, split
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.plan import object_addresses, tensor_addresses
 from tutti_sglang.store.sight import Flags, look
@@ -32,6 +32,8 @@ class Putter:
         sight = look(self._parts, space, keys)
         done |= sight.claimed
         self._parts.metrics.add("tutti_put_objects", int(done.sum()), outcome="exists")
+        self._parts.hits.hit(space, sight.slots[sight.claimed])
+        done |= self._declined(keys, done)
         serving = any(drive.writes.in_service for drive in self._parts.drives.values())
         todo = np.flatnonzero(~done) if serving else np.empty(0, dtype=np.int64)
         step = max(1, min(PARCEL_BYTES, self._parts.staging.size // 16) // space.object_size)
@@ -47,6 +49,15 @@ class Putter:
             done[which] = True
         self._parts.metrics.add("tutti_put_objects", int((~done).sum()), outcome="refused")
         return done
+
+    def _declined(self, keys: bytes, done: Flags) -> Flags:
+        """(n,) which of the new pages are not worth a write: SGLang is told that all is well, or it would stop
+        there."""
+        declined = np.zeros_like(done)
+        new = np.flatnonzero(~done)
+        declined[new] = ~self._parts.admission.admit(some(keys, new))
+        self._parts.metrics.add("tutti_put_objects", int(declined.sum()), outcome="declined")
+        return declined
 
     def _pack(self, space: Space, names: list[bytes], rows: Addresses, depth: Which, deadline: float) -> Parcel | None:
         """The objects in staging; None when it stays full until the deadline."""

@@ -69,12 +69,9 @@ class Registry(Allocation):
                 heat = cooled(row[0], now - row[1]) + nbytes
                 connection.execute("update namespaces set heat = ?, heated = ? where id = ?", (heat, now, namespace))
 
-    def shares(self, segment_bytes: Mapping[int, int]) -> list[Share]:
-        """What each namespace has, for `eviction.donor`; `segment_bytes`: the size of each segment. StoreError."""
+    def shares(self, size: Mapping[int, int]) -> list[Share]:
+        """What each namespace has, for `eviction.donor`; `size`: bytes of its segments. StoreError."""
         now = time.time()
-        size: dict[int, int] = {}
-        for row in self.segments():
-            size[row.namespace] = size.get(row.namespace, 0) + segment_bytes.get(row.id, 0)
         with self._read("shares") as connection:
             rows = connection.execute("select id, heat, heated from namespaces").fetchall()
         return [
@@ -82,10 +79,12 @@ class Registry(Allocation):
             for number, heat, heated in rows
         ]
 
-    def count_written(self, day: int, nbytes: int) -> int:
-        """Add to the bytes that all processes wrote on that day; the sum. StoreError."""
+    def count_written(self, day: int, nbytes: Mapping[int, int]) -> dict[int, int]:
+        """Add to the bytes that all processes wrote on that day, by drive; the sums. StoreError."""
         with self._transaction("written") as connection:
-            connection.execute(
-                "insert into written values (?1, ?2) on conflict (day) do update set bytes = bytes + ?2", (day, nbytes)
-            )
-            return int(connection.execute("select bytes from written where day = ?", (day,)).fetchone()[0])
+            for drive, more in nbytes.items():
+                connection.execute(
+                    "insert into written values (?1, ?2, ?3) on conflict do update set bytes = bytes + ?3",
+                    (day, drive, more),
+                )
+            return dict(connection.execute("select drive, bytes from written where day = ?", (day,)).fetchall())

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.errors import StoreError
+from tutti_sglang.store.evictor import Evictor
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.slots import SlotLease, Slots, ranges_of, segments_of
@@ -29,9 +30,10 @@ _POLL = 0.002
 class Room:
     """Used by the writer thread, but for `give_back`."""
 
-    def __init__(self, parts: Parts, growth: Growth) -> None:
+    def __init__(self, parts: Parts, growth: Growth, evictor: Evictor) -> None:
         self._parts = parts
         self._growth = growth
+        self._evictor = evictor
         self._leases: dict[int, SlotLease] = {}
         self._last_take = 0.0
         self._lock = threading.Lock()
@@ -53,7 +55,7 @@ class Room:
                         time.sleep(_POLL)
                         continue
                     keep = np.unique(segments_of(taken)).tolist()
-                    freed = self._growth.evict(space, missing - coming, keep)
+                    freed = self._evictor.make_room(space, missing - coming, keep)
                     if not freed:
                         break
                     coming += freed

@@ -38,7 +38,12 @@ create table namespaces (
     heated real not null default 0
 );
 
-create table written (day integer primary key, bytes integer not null);   -- by all processes
+create table written (                      -- by all processes
+    day integer not null,
+    drive integer not null,
+    bytes integer not null,
+    primary key (day, drive)
+) without rowid;
 
 create table segments (
     id integer primary key autoincrement,   -- never used again: a slot id means one place for ever

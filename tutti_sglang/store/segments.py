@@ -50,7 +50,7 @@ class Segments:
         self.drives = {drive.ordinal: drive for drive in drives}
         self.segment_size = segment_size
         self.lost: set[int] = set()
-        self._index = index
+        self.index = index
         self._engine = engine
         self._files_max = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTORS_SHARE)
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
@@ -61,9 +61,9 @@ class Segments:
     def refresh(self) -> None:
         """Read the index's table again: other processes make and drop segments too. StoreError."""
         with self._refreshing:  # one at a time: a table that was read earlier must not be applied later
-            rows = {row.id: row for row in self._index.segments()}
+            rows = {row.id: row for row in self.index.segments()}
             if {row.namespace for row in rows.values()} - self._tensors.keys():
-                self._tensors = {number: each.tensors for number, each in self._index.namespaces().items()}
+                self._tensors = {number: each.tensors for number, each in self.index.namespaces().items()}
             with self._lock:
                 for number, row in rows.items():
                     if number not in self._table:
@@ -95,6 +95,15 @@ class Segments:
                 for drive in set(each.row.cycle):
                     total[drive] = total.get(drive, 0) + each.geometry.file_size(drive)
         return total
+
+    def sizes(self) -> dict[int, int]:
+        """Segment → bytes on all drives, as of the last refresh."""
+        with self._lock:
+            return {
+                number: sum(each.geometry.file_size(drive) for drive in set(each.row.cycle))
+                for number, each in self._table.items()
+                if not each.gone
+            }
 
     def find(self, number: int) -> Segment | None:
         """The segment, asking the index again when it is new here; None when there is none."""

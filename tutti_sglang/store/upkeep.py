@@ -6,6 +6,7 @@ from collections.abc import Callable
 from tutti_sglang.errors import StoreError
 from tutti_sglang.store.allocation import Usage
 from tutti_sglang.store.directory import INDEX, identity
+from tutti_sglang.store.evictor import Evictor
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.publisher import Publisher
@@ -22,12 +23,13 @@ SHRINK_SECONDS = 10.0
 class Upkeep:
     """`tick` is called about twice a second; each duty is tried each time, whatever became of the others."""
 
-    def __init__(self, parts: Parts, room: Room, growth: Growth, publisher: Publisher) -> None:
+    def __init__(self, parts: Parts, room: Room, growth: Growth, publisher: Publisher, evictor: Evictor) -> None:
         self.usage = Usage(0, 0, 0, 0, 0)
         self._parts = parts
         self._room = room
         self._growth = growth
         self._publisher = publisher
+        self._evictor = evictor
         self._revival = Revival(parts)
         self._index_file = identity(str(parts.config.index_path), INDEX)
         self._next_slow = self._next_shrink = time.monotonic()
@@ -39,7 +41,8 @@ class Upkeep:
             duties += [self._publisher.clean, self._room.settle, self._room.rest, self._drop_lost, self._count]
             if time.monotonic() >= self._next_slow:
                 self._next_slow = time.monotonic() + SLOW_SECONDS
-                duties += [self.reclaim, self._parts.segments.refresh, self._make_space]
+                duties += [self.reclaim, self._parts.segments.refresh, self._make_space, self._evictor.trim]
+                duties += [self._parts.hits.flush, self._parts.admission.flush]
         self._do(duties)
 
     def begin(self) -> None:

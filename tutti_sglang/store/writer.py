@@ -189,6 +189,8 @@ class Writer:
             self._parts.engine.cancel(ticket)
             results = self._parts.engine.wait(ticket, 0)
         self._parts.ledger.book(planned, results, Operation.WRITE)
+        self._parts.admission.wrote(planned.batch)
+        self._parts.hits.wrote(load.space)
         self._leave_direct_io(planned, results)
         return codes(planned, results, int(planned.owner.max(initial=-1)) + 1)
 
