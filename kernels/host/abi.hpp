@@ -76,7 +76,7 @@ TUTTI_API tutti_engine *tutti_engine_open(const tutti_options *options) noexcept
 TUTTI_API int tutti_engine_refused(tutti_engine *engine) noexcept;
 /// Staging memory that the drives accepted as registered, in bytes, of the drive that has most.
 TUTTI_API std::uint64_t tutti_engine_registered(tutti_engine *engine) noexcept;
-/// 0, -EEXIST or -ESHUTDOWN.
+/// 0, -EEXIST, -ESHUTDOWN, or -EAGAIN when there is no thread to be had.
 TUTTI_API int tutti_engine_attach(tutti_engine *engine, std::uint16_t drive, std::uint32_t segment, int fd) noexcept;
 /// 1, or 0 when a transfer has not ended in time.
 TUTTI_API int tutti_engine_detach(tutti_engine *engine, std::uint16_t drive, std::uint32_t segment, std::int64_t timeout) noexcept;

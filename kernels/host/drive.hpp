@@ -28,8 +28,8 @@ class Drive : public std::enable_shared_from_this<Drive> {
     Queue queue;
 
   protected:
-    /// Run `body` in a thread that keeps this drive alive and takes no signals of the process.
-    void start(std::string name, void (*body)(Drive &));
+    /// Run `body` in a thread that keeps this drive alive and takes no signals of the process. False when there is no thread to be had.
+    bool start(std::string name, void (*body)(Drive &));
     bool stopping() const { return stopping_.load(std::memory_order_acquire); }
     Verdict judge(const Work &work) const { return faults_.judge(ordinal_, options_.segment_size, work); }
 
@@ -44,7 +44,7 @@ class Drive : public std::enable_shared_from_this<Drive> {
 
 /// A drive served by one ring in one thread. Null and `error` where io_uring is refused.
 std::shared_ptr<Drive> open_uring_drive(std::uint16_t ordinal, const tutti_options &options, int &error);
-/// A drive served by `options.workers` threads that block in preadv and pwritev.
+/// A drive served by up to `options.workers` threads that block in preadv and pwritev. Null when there is not one thread to be had.
 std::shared_ptr<Drive> open_pool_drive(std::uint16_t ordinal, const tutti_options &options);
 
 }  // namespace tutti

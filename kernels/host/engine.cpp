@@ -23,12 +23,15 @@ struct tutti_engine {
         return found == drives.end() ? nullptr : found->second;
     }
 
-    /// With the lock: the drive, opened at first use. A single drive may fall back, when its ring finds no more locked memory.
-    Drive &open(std::uint16_t drive) {
-        auto &entry = drives[drive];
-        if (!entry && !refused) entry = open_uring_drive(drive, options, refused);
-        if (!entry) entry = open_pool_drive(drive, options);
-        return *entry;
+    /// With the lock: the drive, opened at first use; null when there is no thread to be had. A single drive may fall back, when its
+    /// ring finds no more memory or descriptors.
+    std::shared_ptr<Drive> open(std::uint16_t drive) {
+        if (const auto found = drives.find(drive); found != drives.end()) return found->second;
+        std::shared_ptr<Drive> opened;
+        if (!refused) opened = open_uring_drive(drive, options, refused);
+        if (!opened) opened = open_pool_drive(drive, options);
+        if (opened) drives.emplace(drive, opened);
+        return opened;
     }
 
     std::map<std::uint16_t, std::shared_ptr<Drive>> all() {
@@ -80,7 +83,9 @@ std::uint64_t tutti_engine_registered(tutti_engine *engine) noexcept {
 int tutti_engine_attach(tutti_engine *engine, std::uint16_t drive, std::uint32_t segment, int fd) noexcept {
     std::lock_guard lock(engine->mutex);
     if (engine->closed) return -ESHUTDOWN;
-    return engine->open(drive).queue.attach(segment, fd) ? 0 : -EEXIST;
+    const auto opened = engine->open(drive);
+    if (!opened) return -EAGAIN;
+    return opened->queue.attach(segment, fd) ? 0 : -EEXIST;
 }
 
 int tutti_engine_detach(tutti_engine *engine, std::uint16_t drive, std::uint32_t segment, std::int64_t timeout) noexcept {

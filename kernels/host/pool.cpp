@@ -22,9 +22,12 @@ class PoolDrive final : public Drive {
   public:
     PoolDrive(std::uint16_t ordinal, const tutti_options &options) : Drive(ordinal, options) {}
 
-    void start_workers() {
-        for (unsigned worker = 0; worker < std::max(1u, std::min(options_.workers, options_.queue_depth)); ++worker)
-            start("tutti-pool-" + std::to_string(ordinal_), [](Drive &drive) { static_cast<PoolDrive &>(drive).run(); });
+    /// How many threads there are.
+    unsigned open() {
+        const auto body = [](Drive &drive) { static_cast<PoolDrive &>(drive).run(); };
+        unsigned workers = 0;
+        while (workers < std::min(options_.workers, options_.queue_depth) && start("tutti-pool-" + std::to_string(ordinal_), body)) ++workers;
+        return workers;
     }
 
     void wake() override {
@@ -71,8 +74,8 @@ class PoolDrive final : public Drive {
 
 std::shared_ptr<Drive> open_pool_drive(std::uint16_t ordinal, const tutti_options &options) {
     auto drive = std::make_shared<PoolDrive>(ordinal, options);
-    drive->start_workers();
-    return drive;
+    if (drive->open()) return drive;
+    return nullptr;
 }
 
 }  // namespace tutti

@@ -82,15 +82,17 @@ bool Queue::detach(std::uint32_t segment, std::int64_t until_ns) {
         leaving_.push_back(std::move(file.mapped()));
         end_segment(segment);
     }
-    const auto gone = [&] {
-        std::erase_if(leaving_, [&](const auto &file) {
-            if (file->in_flight) return false;
-            if (file->slot >= 0) retired_slots_.push_back(file->slot);
-            return true;
-        });
-        return std::ranges::none_of(leaving_, [&](const auto &file) { return file->segment == segment; });
-    };
+    const auto gone = [&] { return std::ranges::none_of(leaving_, [&](const auto &file) { return file->segment == segment; }); };
+    forget_left();
     return ended_.wait_until(lock, steady(until_ns), gone);
+}
+
+void Queue::forget_left() {
+    std::erase_if(leaving_, [this](const auto &file) {
+        if (file->in_flight) return false;
+        if (file->slot >= 0) retired_slots_.push_back(file->slot);
+        return true;
+    });
 }
 
 std::vector<int> Queue::take_retired_slots() {
@@ -180,7 +182,8 @@ bool Queue::settled_at_once(Run &run) {
     std::int32_t error = 0;
     if (item.operation > 1 || item.length == 0 || item.length > INT32_MAX || place + item.length > limits_.segment_size)
         error = -EINVAL;
-    else if (!files_.contains(static_cast<std::uint32_t>(item.offset / limits_.segment_size)))
+    else if (const std::uint64_t segment = item.offset / limits_.segment_size;
+             segment > UINT32_MAX || !files_.contains(static_cast<std::uint32_t>(segment)))
         error = -EBADF;
     else
         return false;
@@ -225,7 +228,9 @@ void Queue::finish(const Work &work) {
     --work.file->in_flight;
     counters_.resumed += work.resumed;
     counters_.retried += work.retried;
-    if (work.file->in_flight == 0 || idle_locked()) ended_.notify_all();
+    if (work.file->in_flight && !idle_locked()) return;
+    forget_left();
+    ended_.notify_all();
 }
 
 bool Queue::idle_locked() const {

@@ -107,6 +107,7 @@ class Queue {
     bool in_segment(const Batch::Item &item, std::uint32_t segment) const { return item.offset / limits_.segment_size == segment; }
     void coalesce(Work &work, std::uint32_t end) const;
     void drop(Run &run, std::int32_t error);
+    void forget_left();
     bool idle_locked() const;
 
     const Limits limits_;

@@ -42,8 +42,8 @@ class UringDrive final : public Drive {
         event_ = eventfd(0, EFD_CLOEXEC);
         if (event_ < 0) return errno;
         auto opened = opened_.get_future();
-        start("tutti-uring-" + std::to_string(ordinal_), [](Drive &drive) { static_cast<UringDrive &>(drive).run(); });
-        return opened.get();
+        const auto body = [](Drive &drive) { static_cast<UringDrive &>(drive).run(); };
+        return start("tutti-uring-" + std::to_string(ordinal_), body) ? opened.get() : EAGAIN;
     }
 
     void wake() override {

@@ -149,3 +149,18 @@ def test_where_a_seccomp_filter_refuses_io_uring_threads_take_over_and_say_so(tm
 @needs_uring
 def test_where_locked_memory_is_scarce_nothing_is_registered_and_all_works(tmp_path: Path) -> None:
     assert in_a_child(LIMITED + MOVE, tmp_path).split() == ["uring", "0"]
+
+
+THREADLESS = """
+import os, resource
+def limit():
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    if os.getuid() == 0:
+        os.setuid(65534)  # root is exempt
+"""
+
+
+def test_where_there_is_no_thread_to_be_had_attach_is_an_error_and_the_process_lives(tmp_path: Path) -> None:
+    guarded = "try:\n    rig.attach(engine)\nexcept Exception as error:\n    sys.exit(print(error))"
+    attempt = MOVE.replace("rig.attach(engine)", guarded)
+    assert "no thread" in in_a_child(THREADLESS + attempt, tmp_path)

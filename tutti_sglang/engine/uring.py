@@ -16,6 +16,9 @@ from tutti_sglang.kernels import native
 POOL_WORKERS = 16
 """Threads per drive where io_uring is refused: they fill a drive with 1 MiB transfers, and a container bears them."""
 
+MOST_IN_FLIGHT, MOST_BYTES = 4096, 1 << 30
+"""Limits of queue_depth and max_io, beyond which nothing is gained and the kernel cuts by itself."""
+
 _LATEST = 1 << 62  # nanoseconds: 146 years after boot
 
 _REASONS = {
@@ -124,7 +127,8 @@ class UringEngine:
         self._closed = False
         start, size = (staging.address, staging.size) if staging else (0, 0)
         plan = None if faults is None else faults.ctypes.data
-        options = _Options(segment_size, start, size, max_io, queue_depth, POOL_WORKERS, pool, plan)
+        depth = min(queue_depth, MOST_IN_FLIGHT)
+        options = _Options(segment_size, start, size, min(max_io, MOST_BYTES), depth, POOL_WORKERS, pool, plan)
         self._handle: int = library.tutti_engine_open(ctypes.addressof(options))
         self.name = "pool" if self.refused else "uring"
 
@@ -151,6 +155,10 @@ class UringEngine:
         error = self.library.tutti_engine_attach(self._handle, drive, segment, fd)
         if error == -errno.ESHUTDOWN:
             raise EngineError("The I/O engine is closed")
+        if error == -errno.EAGAIN:
+            raise EngineError(
+                f"There is no thread to be had for drive {drive}", "Raise `ulimit -u` or the container's limit"
+            )
         if error:
             raise EngineError(f"Segment {segment} has a file already", "Detach it first")
 
