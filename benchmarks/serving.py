@@ -78,7 +78,8 @@ async def _cycle(
 ) -> dict[str, list[Sample]]:
     """One server's life: first, flushed, stopped and started, asked again."""
     async with _serving(options, tier, folder) as client:
-        phases = await workload.first(client, seed)
+        phases = {"first restore": await _warm_up(client, f"{seed}/{tier}/first")}
+        phases |= await workload.first(client, seed)
         await client.flush()
         phases["flushed"] = await workload.again(client, seed, "flushed")
         await client.flush()
@@ -89,21 +90,30 @@ async def _cycle(
         subprocess.run(options.restart, shell=True, check=True)
     drop_page_cache(folder)
     async with _serving(options, tier, folder) as client:
+        phases["first restore"] += await _warm_up(client, f"{seed}/{tier}/second")
         phases["restarted"] = await workload.again(client, seed, "restarted")
     return phases
 
 
+async def _warm_up(client: Client, seed: str) -> list[Sample]:
+    """Compute once and restore once, so that what a server loads lazily is seen here and not in what is compared."""
+    prompt = tokens(f"{seed}/warm-up", 256)
+    await client.generate(prompt, 4)
+    await client.flush()
+    restored = await client.generate(prompt, 4)
+    await client.flush()
+    return [restored]
+
+
 @contextlib.asynccontextmanager
 async def _serving(options: argparse.Namespace, tier: str, folder: Path) -> AsyncIterator[Client]:
-    """A client of a server that has answered once: its first request pays for what is loaded lazily."""
+    """A client of a server that is ready."""
     server = None if options.url else Server(_launch_arguments(options, tier, folder / "store"), folder / "log")
     client = None
     try:
         if server:
             await server.ready()
         client = Client(server.url if server else options.url)
-        await client.generate(tokens(f"warm-up/{folder.name}", 256), 4)
-        await client.flush()
         yield client
     finally:
         if client:

@@ -212,7 +212,7 @@ def test_long_prompts_come_back_from_storage_after_flush_and_restart(tmp_path: P
     sizes = ["--tokens", "512", "--prompts", "1", "--output", "2", "--tiers", "with", "--directory", str(tmp_path)]
     run = _run("long_context", *sizes, json=tmp_path / "run.json")
     hits = {line["phase"]: line["storage"] for line in run.summary}
-    assert list(hits) == ["cold", "hot", "flushed", "restarted"]
+    assert list(hits) == ["first restore", "cold", "hot", "flushed", "restarted"]
     assert hits["cold"] == hits["hot"] == 0
     assert hits["flushed"] >= 384
     assert hits["restarted"] >= 384
@@ -229,6 +229,6 @@ def test_chats_run_against_a_server_that_is_there(tmp_path: Path) -> None:
     finally:
         server.stop()
     phases = [(line["phase"], line["requests"]) for line in run.summary]
-    assert phases == [("turn 1", 2), ("later turns", 2), ("flushed", 2)]
+    assert phases == [("first restore", 1), ("turn 1", 2), ("later turns", 2), ("flushed", 2)]
     assert run.summary[-1]["storage"] > 0
     assert run.notes == ["not restarted: give --restart COMMAND, or --serve"]
