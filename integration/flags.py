@@ -21,6 +21,7 @@ from sglang.srt.server_args import ServerArgs
 
 from tutti_sglang.config import load_config, read_extra_config
 from tutti_sglang.errors import TuttiError, UnsupportedError
+from tutti_sglang.integration import precheck
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,10 @@ def check_settings(server_args: Any, previous: Step) -> None:
                     '"path": "direct" (GPU to SSD without a host tier) is not in this version',
                     'Leave "path" out of the extra config, or set it to "host"',
                 )
-        if not cfg.enable_hierarchical_cache and not cfg.disaggregation_decode_enable_offload_kvcache:
-            logger.warning("tutti: --hicache-storage-backend does nothing without --enable-hierarchical-cache")
+            if cfg.enable_hierarchical_cache or cfg.disaggregation_decode_enable_offload_kvcache:
+                precheck.open_once(config)
+            else:
+                logger.warning("tutti: --hicache-storage-backend does nothing without --enable-hierarchical-cache")
     previous(server_args)
 
 

@@ -19,6 +19,12 @@ def drive() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture
+def disk(drive: Path) -> Path:
+    """An empty folder for the stores of one test."""
+    return Path(tempfile.mkdtemp(dir=drive))
+
+
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """`servers.get(Launch(...))`: tests that ask for equal launches in a row share the server."""

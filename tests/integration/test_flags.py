@@ -40,7 +40,12 @@ class Launch:
 
     def __init__(self, model: str, directory: Path) -> None:
         self.model = model
-        self.extra: dict[str, Any] = {"storage_dirs": [str(directory)]}
+        self.extra: dict[str, Any] = {
+            "storage_dirs": [str(directory)],
+            "max_size": "8MiB",
+            "segment_size": "2MiB",
+            "min_free_space": 1,
+        }
 
     def args(self, *more: str, backend: str = "tutti") -> ServerArgs:
         return prepare_server_args(
@@ -126,6 +131,9 @@ def test_other_backends_are_left_alone(launch: Launch) -> None:
         ({"storage_dirs": ["relative"]}, "'relative' is not an absolute path"),
         ({"storage_dirs": []}, "storage_dirs is not set"),
         ({"path": "direct"}, '"path": "direct".*host'),
+        ({"storage_dirs": ["/proc"]}, "/proc.*empty or new directory"),
+        ({"storage_dirs": ["/dev/null"]}, "/dev/null is not a directory"),
+        ({"min_free_space": "900TiB"}, "No room for even one segment.*min_free_space"),
     ],
 )
 def test_a_bad_setting_ends_the_launch_with_one_line(launch: Launch, extra: dict[str, Any], message: str) -> None:

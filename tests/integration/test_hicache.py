@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,12 +28,6 @@ PAGES = [5, 0, 16, 3]
 
 def keys(count: int, start: int = 0) -> list[str]:
     return [hashlib.sha256(str(n).encode()).hexdigest() for n in range(start, start + count)]
-
-
-@pytest.fixture
-def disk(drive: Path) -> Path:
-    """An empty directory for the stores of one test."""
-    return Path(tempfile.mkdtemp(dir=drive))
 
 
 @pytest.fixture
