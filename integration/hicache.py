@@ -26,7 +26,6 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from tutti_sglang.errors import UnsupportedError
 from tutti_sglang.integration import hooks
 from tutti_sglang.integration.calls import Calls, guarded, key_bytes
-from tutti_sglang.integration.identity import head_groups
 from tutti_sglang.integration.pools import view_of
 from tutti_sglang.integration.prefix import allowed, leading
 from tutti_sglang.integration.stored import Found
@@ -76,7 +75,7 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         self._calls = Calls(process_metrics())
         extra = storage_config.extra_config
         if mem_pool_host is not None and not isinstance(mem_pool_host, dict):
-            view_of(mem_pool_host, head_groups(storage_config))  # a pool that is not served is no reason to open files
+            view_of(mem_pool_host)  # a pool that is not served is no reason to open files
         else:
             hooks.ensure()
             if extra is not None:

@@ -89,16 +89,26 @@ def config_digest(hf_config: Any) -> str:
     return xxhash.xxh3_128_hexdigest(_text(fields).encode())
 
 
-def head_groups(storage: HiCacheStorageConfig) -> int:
-    """Objects into which a page of a page_head pool is cut, so that TP sizes that divide `tp_lcm_size` share them."""
-    return storage.tp_lcm_size // storage.tp_size if storage.should_split_heads and storage.tp_lcm_size else 1
+def head_groups(identity: Identity, storage: HiCacheStorageConfig, pool: Any) -> int:
+    """Objects into which a page is cut, so that TP sizes that divide `tp_lcm_size` share them; 1 where the heads of the
+    model cannot be told apart."""
+    if not storage.should_split_heads or pool.layout != "page_head":
+        return 1
+    if _first_head(identity, storage, pool.head_num) is None:
+        logger.warning(
+            "tutti: the heads of this model cannot be numbered: its pages stay with TP size %d", storage.tp_size
+        )
+        return 1
+    groups: int = storage.tp_lcm_size // storage.tp_size
+    return groups
 
 
 def namespaces(identity: Identity, storage: HiCacheStorageConfig, view: PoolView, pool: str) -> tuple[Namespace, ...]:
     """One namespace for each page map of `view`."""
     drafts = view.packs_draft or pool.startswith("draft")
     sharded = view.sharded and storage.tp_size > 1
-    first = _first_head(identity, storage, view)
+    first = _first_head(identity, storage, view.heads)
+    assert first is not None or len(view.maps) == 1
     cut = view.heads // len(view.maps)
     return tuple(
         Namespace(
@@ -142,12 +152,13 @@ def flat_namespace(
     )
 
 
-def _first_head(identity: Identity, storage: HiCacheStorageConfig, view: PoolView) -> int | None:
-    """The model's number of this rank's first KV head; None where it cannot be told, so that TP shards stay apart."""
-    if not view.heads or not identity.kv_heads or view.heads != max(1, identity.kv_heads // storage.tp_size):
+def _first_head(identity: Identity, storage: HiCacheStorageConfig, heads: int) -> int | None:
+    """The model's number of the first of this rank's `heads` KV heads; None where it cannot be told, so that TP shards
+    stay apart."""
+    if not heads or not identity.kv_heads or heads != max(1, identity.kv_heads // storage.tp_size):
         return None
     copies = max(1, storage.tp_size // identity.kv_heads)  # ranks that hold the same head
-    first: int = storage.tp_rank // copies * view.heads
+    first: int = storage.tp_rank // copies * heads
     return first
 
 

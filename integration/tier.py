@@ -49,7 +49,7 @@ class Tier:
 
     def attach(self, name: str, pool: Any) -> None:
         """Keep the pages of a host pool; again with the same pool does nothing."""
-        view = view_of(pool, ids.head_groups(self._storage) if name == PoolName.KV else 1)
+        view = view_of(pool, ids.head_groups(self._identity, self._storage, pool) if name == PoolName.KV else 1)
         known = self._pools.get(name)
         if known is not None and known.view.maps == view.maps:
             return

@@ -163,7 +163,7 @@ def test_head_groups_are_the_same_at_every_tp_size() -> None:
     def of(tp_rank: int, tp_size: int) -> tuple[Namespace, ...]:
         config = storage(tp_rank=tp_rank, tp_size=tp_size, tp_lcm_size=4, should_split_heads=tp_size < 4)
         pool = mha_pool("page_head", heads=HEADS // tp_size)
-        return namespaces(MODEL, config, view_of(pool, head_groups(config)), "kv")
+        return namespaces(MODEL, config, view_of(pool, head_groups(MODEL, config, pool)), "kv")
 
     whole = of(0, 1)
     assert [each.heads for each in whole] == [(0, 1), (1, 2), (2, 3), (3, 4)]
@@ -181,8 +181,11 @@ def test_ranks_with_copies_of_a_head_share_it() -> None:
 
 def test_heads_of_an_unknown_model_stay_with_their_rank() -> None:
     unknown = msgspec.structs.replace(MODEL, kv_heads=0)
-    namespace = _one(unknown, storage(tp_rank=1, tp_size=2), mha_pool("page_head"))
+    config, pool = storage(tp_rank=1, tp_size=2, tp_lcm_size=4, should_split_heads=True), mha_pool("page_head")
+    assert head_groups(unknown, config, pool) == 1
+    namespace = _one(unknown, config, pool)
     assert (namespace.heads, namespace.tp) == (None, (1, 2))
+    assert head_groups(MODEL, storage(tp_lcm_size=4, should_split_heads=True), mha_pool("page_first")) == 1
 
 
 def test_drafts_count_only_where_they_are_stored() -> None:
