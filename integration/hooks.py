@@ -44,6 +44,13 @@ def _choose_zero_copy(_: None, controller: Any, *args: Any, **kwargs: Any) -> No
     if controller.storage_backend_type == NAME:
         controller.page_get_func = controller._page_get_zero_copy
         controller.page_set_func = controller._page_set_zero_copy
+        if controller.prefetch_capacity_limit < controller.prefetch_threshold:
+            logger.warning(
+                "tutti: the host pool has room for reads of %d tokens, less than the %d of prefetch_threshold: nothing "
+                "will be read from the store. Raise --hicache-ratio or --hicache-size",
+                controller.prefetch_capacity_limit,
+                controller.prefetch_threshold,
+            )
 
 
 def _refuse_pools(controller: Any, storage_backend: str, *args: Any, host_pools: Any = None, **kwargs: Any) -> None:
