@@ -135,9 +135,9 @@ def content(number: int, size: int) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
 
 
-def put(store: ObjectStore, ns: int, *numbers: int, tensors: tuple[int, ...] = TENSORS) -> list[bool]:
-    """Put the pages with these numbers."""
-    pages = Pages(len(numbers), tensors).fill(*numbers)
+def put(store: ObjectStore, ns: int, *numbers: int, tensors: tuple[int, ...] = TENSORS, salt: int = 0) -> list[bool]:
+    """Put the pages with these numbers; their contents are those of number + salt."""
+    pages = Pages(len(numbers), tensors).fill(*(number + salt for number in numbers))
     return store.put(ns, keys(*numbers), pages.rows, soon()).tolist()
 
 
@@ -147,12 +147,12 @@ def store_pages(store: ObjectStore, ns: int, *numbers: int, tensors: tuple[int, 
     assert store.drain(8)
 
 
-def get(store: ObjectStore, ns: int, *numbers: int, tensors: tuple[int, ...] = TENSORS) -> list[bool]:
+def get(store: ObjectStore, ns: int, *numbers: int, tensors: tuple[int, ...] = TENSORS, salt: int = 0) -> list[bool]:
     """Get them; every page that is delivered is compared."""
     pages = Pages(len(numbers), tensors).wipe()
     found = store.get(ns, keys(*numbers), pages.rows, soon()).tolist()
     for place, number in enumerate(numbers):
-        assert not found[place] or pages.holds(place, number), f"wrong bytes for page {number}"
+        assert not found[place] or pages.holds(place, number + salt), f"wrong bytes for page {number}"
     return found
 
 

@@ -122,6 +122,27 @@ def test_a_disk_that_others_fill_gets_a_segment_back(disk: Path, monkeypatch: py
     close_good(store)
 
 
+def test_a_file_system_without_room_is_no_error_of_the_drive(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(disk)
+    ns = store.attach(namespace())
+    store_pages(store, ns, *range(SLOTS))
+
+    def full(fd: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._growth, "_allocate", full)
+        for start in range(100, 200, 10):
+            put(store, ns, *range(start, start + 10))
+            assert store.drain(8)
+        assert sum(get(store, ns, *range(190, 200))) == 10, "it evicts instead"
+    assert value(store, "tutti_io_errors", op="create", kind="ENOSPC") > 0
+    assert store.stats().drives_in_service == 1
+    assert not list((disk / "segments").glob(".new-*"))
+    store_pages(store, ns, *range(300, 300 + 2 * SLOTS))
+    close_good(store)
+
+
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
 def test_without_fallocate_zeros_are_written(disk: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def missing(fd: int, size: int) -> None:

@@ -219,7 +219,12 @@ def test_close_does_not_wait_for_a_drive_that_hangs(disk: Path) -> None:
     began = soon(0)
     assert not store.close(0.5)
     assert soon(0) - began < 5
+    owner = store._parts.owners
+    other = open_store(disk)
+    assert owner.uuid in other._parts.owners.live(), "the drive may still write to its slots"
+    assert other.close()
     weather.plan.gate.open()
+    assert eventually(lambda: store.close(1))
 
 
 def test_a_drain_that_takes_too_long_says_so(disk: Path) -> None:

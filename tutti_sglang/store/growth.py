@@ -76,18 +76,16 @@ class Growth:
             return self._drop(number) if held else None
 
     def shrink(self) -> int:
-        """Drop the oldest segments until no drive holds more than max_size; how many objects went. The caller holds
-        the store's
-        lock. StoreError."""
+        """Drop the oldest segments until no drive holds more than max_size; how many objects went. The caller holds the
+        store's lock. StoreError."""
         gone = 0
         while over := {number for number, used in self._segments.used().items() if self._over(number, used)}:
             gone += self._drop(min(row.id for row in self._segments.rows() if over & set(row.cycle)))
         return gone
 
     def yield_space(self) -> int | None:
-        """Drop the oldest segment of a drive that has less than min_free_space left; how many objects went, None
-        where there is
-        no such drive. StoreError."""
+        """Drop the oldest segment of a drive that has less than min_free_space left; how many objects went, None where
+        there is no such drive. StoreError."""
         for ordinal, drive in self._parts.drives.items():
             rows = [row.id for row in self._segments.rows() if ordinal in row.cycle]
             if rows and drive.free() < drive.min_free:
@@ -168,8 +166,7 @@ class Growth:
 
     def _make_files(self, geometry: Geometry) -> dict[int, str] | None:
         """Preallocated files under names that nobody uses, so that a crash leaves nothing that looks like a segment.
-        None when a
-        drive refuses: then it is full, or out of service."""
+        None when a drive refuses: then it is full, or out of service."""
         drafts: dict[int, str] = {}
         for number in sorted(set(geometry.cycle)):
             drafts[number] = _DRAFT + secrets.token_hex(8)

@@ -36,8 +36,7 @@ T = TypeVar("T")
 
 class StoreStats(NamedTuple):
     """Of the whole store: bytes of segments and what they may grow to, objects and free slots as of the last half
-    second.
-    Of this process: accepted objects, bytes of staging they fill, drives in service."""
+    second. Of this process: accepted objects, bytes of staging they fill, drives in service."""
 
     segment_bytes: int
     capacity: int
@@ -73,10 +72,8 @@ class Calls:
 
 class ObjectStore:
     """Thread safe, not fork safe. After opening, no call raises for I/O or stays beyond its deadline: what cannot be
-    had is
-    a miss, what cannot be stored is refused. Deadlines are time.monotonic() seconds; `keys` are n × 32 bytes; `rows`
-    are
-    (n, T) addresses of the T tensors of each object, as long as the namespace says."""
+    had is a miss, what cannot be stored is refused. Deadlines are time.monotonic() seconds; `keys` are n × 32 bytes;
+    `rows` are (n, T) addresses of the T tensors of each object, as long as the namespace says."""
 
     def __init__(self, config: Config, *, metrics: Metrics | None = None, engine: Engine | None = None) -> None:
         """Open or create. `engine`: instead of the one that `config` asks for; it is closed with the store. StoreError,
@@ -98,8 +95,7 @@ class ObjectStore:
         self._writer.start()
 
     def attach(self, namespace: Namespace) -> int:
-        """The number of the namespace in this store. CapacityError when not one object of it could be stored;
-        StoreError."""
+        """The number of the namespace in this store. StoreError; CapacityError when no object of it could be stored."""
         self._check_process()
         space = Space(self._parts.index.namespace_id(namespace), namespace.tensors)
         if space.object_size > SHARE * self._parts.staging.size:
@@ -124,8 +120,7 @@ class ObjectStore:
 
     def get(self, ns: int, keys: bytes, rows: Addresses, deadline: float) -> Flags:
         """(n,) whether the object lies in its rows now, byte for byte as it was put. The rows of the others hold
-        anything; none
-        is touched after this returned."""
+        anything; none is touched after this returned."""
         return self._guard(
             "get",
             lambda: self._getter.get(self._parts.spaces[ns], keys, rows, deadline),
@@ -133,9 +128,8 @@ class ObjectStore:
         )
 
     def put(self, ns: int, keys: bytes, rows: Addresses, deadline: float, *, depth: int = 0) -> Flags:
-        """(n,) whether the object is stored, or accepted: served from memory of this process and written soon.
-        `depth`: pages
-        before the first of these in its prefix. Rows are not touched after this returned."""
+        """(n,) whether the object is stored, or accepted: served from memory of this process and written soon. `depth`:
+        pages before the first of these in its prefix. Rows are not touched after this returned."""
         return self._guard(
             "put",
             lambda: self._putter.put(self._parts.spaces[ns], keys, rows, deadline, depth),

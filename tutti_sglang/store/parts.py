@@ -23,9 +23,8 @@ from tutti_sglang.store.sums import SumFiles
 
 @dataclass(frozen=True)
 class Parts:
-    """`index_dir`: descriptor of the index directory; `engine_note`: which engine, and why not a better one;
-    `spaces`: by
-    number; `gone`: set once the index was deleted under us, and all there is left to do is to miss."""
+    """`index_dir`: descriptor of the index directory; `engine_note`: which engine, and why not a better one; `spaces`:
+    by number; `gone`: set once the index was deleted under us, and all there is left to do is to miss."""
 
     config: Config
     index_dir: int

@@ -29,9 +29,8 @@ class Publisher:
         self._generation = secrets.randbits(63)
 
     def publish(self, space: Space, cargo: Cargo, slots: Slots) -> npt.NDArray[np.bool_]:
-        """Publish objects whose bytes are on the drives. (n,) whether the object is in the index now, in the slot
-        given or in
-        another one. Slots that were not needed go back. StoreError, OSError: none was published."""
+        """Publish objects whose bytes are on the drives. (n,) whether the object is in the index now, in the slot given
+        or in another one. Slots that were not needed go back. StoreError, OSError: none was published."""
         mine = np.zeros(len(slots), dtype=np.bool_)
         try:
             self._write_sums(cargo, slots)

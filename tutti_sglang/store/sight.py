@@ -16,9 +16,8 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Sight(NamedTuple):
-    """(n,) each. `recorded`: the index has it; `readable`: and all drives of its segment serve; `claimed`: and
-    nothing speaks
-    against promising it."""
+    """(n,) each. `recorded`: the index has it; `readable`: and all drives of its segment serve; `claimed`: and nothing
+    speaks against promising it."""
 
     records: Records
     recorded: Flags

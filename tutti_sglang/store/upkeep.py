@@ -47,7 +47,7 @@ class Upkeep:
 
     def begin(self) -> None:
         """What dead owners held is free before anything is leased, unless the index cannot be written to now."""
-        self._do([self.reclaim])
+        self._do([self.reclaim, self._parts.admission.flush])
 
     def _do(self, duties: list[Callable[[], object]]) -> None:
         for duty in duties:
@@ -60,7 +60,7 @@ class Upkeep:
         """Free what dead owners held; how many slots. StoreError, OSError."""
         owners, index = self._parts.owners, self._parts.index
         count = 0
-        for name in set(owners.dead()) | (index.lessees() - set(owners.live())):
+        for name in (set(owners.dead()) | (index.lessees() - set(owners.live()))) - {owners.uuid}:
             count += index.reclaim(name)
             owners.remove(name)
         return count
