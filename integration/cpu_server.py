@@ -16,6 +16,7 @@ import tutti_sglang
 from tutti_sglang.integration.cpu_model import Shape
 
 PLATFORM = "tutti_cpu"
+MAX_REPLICAS = 8
 _PLATFORM_ENTRY = f"[sglang.srt.platforms]\n{PLATFORM} = tutti_sglang.integration.cpu_platform:activate\n"
 _PLUGIN_ENTRY = "[sglang.srt.plugins]\ntutti = tutti_sglang.integration.plugin:register\n"
 
@@ -53,11 +54,11 @@ def cpu_environment(environ: Mapping[str, str], site: Path, ranks: int = 1) -> d
     1 s with a thread per rank).
     """
     cores = sorted(os.sched_getaffinity(0))
-    shares = [cores[rank::ranks] or cores for rank in range(ranks)]
+    shares = [",".join(map(str, cores[rank::ranks] or cores)) for rank in range(ranks)]
     paths = filter(None, [str(site), environ.get("PYTHONPATH")])
     return {
-        # SGLang allows more ranks than NUMA nodes only with this.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
+        # Without this SGLang refuses more processes than NUMA nodes; it does not mind too many entries (PP, DP).
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(shares * MAX_REPLICAS),
         "OMP_NUM_THREADS": str(max(1, len(cores) // (2 * ranks))),
         **environ,
         "PYTHONPATH": os.pathsep.join(paths),

@@ -61,8 +61,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--tp", "--tp-size", "--tensor-parallel-size", type=int, default=1)
-    options, flags = parser.parse_known_args(arguments)
-    return options, [flag for flag in flags if flag != "--"]
+    # Without the separator that people type before SGLang's flags: --port and --tp count on either side of it.
+    return parser.parse_known_args([word for word in arguments if word != "--"])
 
 
 def plan(options: argparse.Namespace, flags: list[str], *, gpu: bool, site: Path) -> Launch:

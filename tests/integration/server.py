@@ -152,6 +152,9 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_SECONDS)
+        for queue in Path("/dev/shm").glob("sgl_shm_mq_*"):  # 25 MB for each group of ranks that could not clean up
+            if not Path("/proc", queue.name.split("_")[3]).exists():
+                queue.unlink(missing_ok=True)
 
     def restart(self) -> None:
         """Stop it and start it again."""

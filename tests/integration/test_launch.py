@@ -74,6 +74,12 @@ def test_further_flags_reach_sglang_and_win(tmp_path: Path) -> None:
     assert _values(command, "--max-total-tokens")[-1] == "999"
 
 
+def test_port_and_ranks_count_wherever_they_are_written(tmp_path: Path) -> None:
+    for arguments in (["--port", "4000", "--tp", "2", "--"], ["--", "--port", "4000", "--tp-size", "2"]):
+        options, flags = launch._parse(arguments)
+        assert (options.port, options.tp, flags) == (4000, 2, [])
+
+
 def test_without_the_tier_there_is_no_trace_of_it(tmp_path: Path) -> None:
     assert not [word for word in _plan(tmp_path, "--without-tier").command if "hicache" in word or "hierarch" in word]
     assert not (tmp_path / "store").exists()
@@ -139,7 +145,7 @@ def test_what_the_launcher_prints_can_be_typed_and_ctrl_c_ends_everything(
         assert cached["storage"] >= 1024
         assert second["choices"][0]["message"] == first["choices"][0]["message"]
         output.wait_for(rf"^tutti: 1 request, \d+ prompt tokens: {cached['storage']} from storage", 60)
-        group = [int(pid) for pid in _children(process.pid)]
+        group = _descendants(process.pid)
         assert len(group) >= 3
         process.send_signal(signal.SIGINT)
         assert process.wait(STOP_SECONDS + 30) == 0
@@ -167,7 +173,10 @@ def _runs(pid: int) -> bool:
     return state not in "ZX"  # who inherits the dead may be slow to bury them
 
 
-def _children(pid: int) -> list[str]:
-    """All descendants."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return found + [grandchild for child in found for grandchild in _children(int(child))]
+def _descendants(pid: int) -> list[int]:
+    """Children, grandchildren and so on, as long as it runs."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return children + [grandchild for child in children for grandchild in _descendants(child)]
