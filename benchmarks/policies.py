@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.traces import Trace
 from tutti_sglang.store.admission import Seen
 from tutti_sglang.store.eviction import HITS_MAX, Sweep, aged, window_size
+from tutti_sglang.store.index import KEY_SIZE
 from tutti_sglang.store.slots import choose
 
 
@@ -120,10 +121,9 @@ class Clock:
     def _admitted(self, missing: list[tuple[int, int]]) -> list[tuple[int, int]]:
         if self._seen is None:
             return missing
-        # A key is a digest: any fixed scrambling of the number will do.
-        numbers = np.array([page for _, page in missing], dtype=np.uint64)
-        words = numbers[:, None] * np.random.default_rng(0).integers(1, 1 << 63, 4, np.uint64)
-        again = self._seen.again((words ^ (words >> np.uint64(29))).tobytes())
+        numbers = np.zeros((len(missing), KEY_SIZE // 8), dtype=np.uint64)
+        numbers[:, 0] = [page for _, page in missing]
+        again = self._seen.again(numbers.tobytes())
         return [pair for pair, known in zip(missing, again, strict=True) if known]
 
     def _put(self, missing: list[tuple[int, int]]) -> None:

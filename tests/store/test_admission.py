@@ -2,12 +2,20 @@
 
 import datetime
 import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
 
+from tutti_sglang.config import Config
+from tutti_sglang.engine.batch import IOCTX_DTYPE
+from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import admission
-from tutti_sglang.store.admission import Seen
-from tutti_sglang.store.index import KEY_SIZE
+from tutti_sglang.store.admission import Admission, Seen
+from tutti_sglang.store.index import KEY_SIZE, Index
 
 
 def test_a_key_is_known_the_second_time_and_new_the_third() -> None:
@@ -32,6 +40,13 @@ def test_most_recent_keys_are_remembered_and_old_ones_make_room() -> None:
     assert seen.again(old).mean() < 0.3
 
 
+def test_keys_that_are_no_digests_are_told_apart_too() -> None:
+    seen = Seen()
+    keys = b"".join(number.to_bytes(KEY_SIZE, "big") for number in range(10_000))
+    assert not seen.again(keys).any()
+    assert seen.again(keys).mean() > 0.98
+
+
 def test_a_key_twice_in_a_batch_and_no_keys() -> None:
     seen, key = Seen(), secrets.token_bytes(KEY_SIZE)
     seen.again(key * 2)
@@ -45,3 +60,70 @@ def test_days_follow_each_other_in_utc() -> None:
     assert admission.day(late + datetime.timedelta(minutes=1)) == admission.day(late) + 1
     west = late.astimezone(datetime.timezone(datetime.timedelta(hours=-8)))
     assert admission.day(west.astimezone(datetime.UTC)) == admission.day(late)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    opened = Index(tmp_path / "index.db", Metrics(CollectorRegistry()))
+    yield opened
+    opened.close()
+
+
+def _admission(index: Index, **changes: Any) -> Admission:
+    return Admission(Config(storage_dirs=("/x",), **changes), index)
+
+
+def _batch(**nbytes: int) -> Any:
+    batch = np.zeros(len(nbytes), IOCTX_DTYPE)
+    batch["drive"], batch["length"] = [int(name[1:]) for name in nbytes], list(nbytes.values())
+    return batch
+
+
+def test_all_is_admitted_without_a_limit(index: Index) -> None:
+    gate, keys = _admission(index), secrets.token_bytes(5 * KEY_SIZE)
+    gate.wrote(_batch(d0=1 << 30))
+    gate.flush()
+    assert gate.admit(keys).all()
+    assert index.count_written(admission.day(), {}) == {0: 1 << 30}, "wear is counted all the same"
+
+
+def test_a_page_is_admitted_at_its_second_sight(index: Index) -> None:
+    gate, keys = _admission(index, write_admission="second"), secrets.token_bytes(5 * KEY_SIZE)
+    assert [gate.admit(keys).tolist() for _ in range(2)] == [[False] * 5, [True] * 5]
+
+
+def test_the_budget_of_a_drive_is_that_of_all_processes_and_of_a_day(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    today = 1000
+    monkeypatch.setattr(admission, "day", lambda: today)
+    first, second = (_admission(index, daily_write_budget=1000) for _ in range(2))
+    keys = secrets.token_bytes(KEY_SIZE)
+    assert first.wrote(_batch(d0=300, d1=700)) == {0: 300, 1: 700}
+    first.flush()
+    assert first.admit(keys).all()
+    second.wrote(_batch(d1=299))
+    second.flush()
+    assert second.admit(keys).all()
+    second.wrote(_batch(d1=1))
+    assert not second.admit(keys).any(), "what it has not told the others counts too"
+    second.flush()
+    assert first.admit(keys).all(), "it does not know yet"
+    first.flush()
+    assert not first.admit(keys).any()
+    today += 1
+    first.flush()
+    assert first.admit(keys).all()
+
+
+def test_nothing_is_counted_twice_when_the_index_was_busy(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = _admission(index, daily_write_budget=1000)
+    gate.wrote(_batch(d0=400))
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "count_written", lambda *_: (_ for _ in ()).throw(OSError("busy")))
+        with pytest.raises(OSError, match="busy"):
+            gate.flush()
+    gate.wrote(_batch(d0=100))
+    gate.flush()
+    gate.flush()
+    assert index.count_written(admission.day(), {}) == {0: 500}

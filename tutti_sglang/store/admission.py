@@ -13,6 +13,9 @@ from tutti_sglang.store.index import KEY_SIZE, Index
 SEEN_MAX = 1 << 20
 """Keys that are remembered at most: 8 MiB, touched as it fills."""
 
+_MIX = np.random.default_rng(5).integers(1 << 62, 1 << 63, (KEY_SIZE // 8, 2), np.uint64) * np.uint64(2) + np.uint64(1)
+"""Odd: two keys that differ in a single word never have the same hash."""
+
 Mask = npt.NDArray[np.bool_]
 """(n,) one per key."""
 
@@ -22,15 +25,18 @@ class Seen:
     same hash. It forgets, and takes one key for another once in 2⁶⁴. Not thread safe."""
 
     def __init__(self, size: int = SEEN_MAX) -> None:
-        """`size`: a power of two."""
+        """`size`: a power of two, 2 at least."""
+        assert size > 1
         assert size & (size - 1) == 0
         self._marks = np.zeros(size, dtype=np.uint64)
+        self._shift = np.uint64(65 - size.bit_length())
 
     def again(self, keys: bytes) -> Mask:
         """True where the key was offered before; it is remembered where it was not, and forgotten where it was."""
         words = np.frombuffer(keys, dtype="<u8").reshape(-1, KEY_SIZE // 8)
-        places = words[:, 0] & np.uint64(len(self._marks) - 1)
-        marks = words[:, 1] | np.uint64(1)
+        hashes = (words[:, :, None] * _MIX).sum(axis=1, dtype=np.uint64)
+        places = hashes[:, 0] >> self._shift
+        marks = hashes[:, 1] | np.uint64(1)
         known = self._marks[places] == marks
         self._marks[places] = np.where(known, np.uint64(0), marks)
         return np.asarray(known)

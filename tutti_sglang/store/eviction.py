@@ -83,9 +83,9 @@ class Sweep:
 
 
 def surplus(usage: Usage, low: float, high: float) -> int:
-    """Objects to evict so that a put need not: none up to the `high` watermark, beyond it as many as lead to `low`."""
-    taken = usage.used + usage.leased
-    return min(usage.used, taken - math.floor(low * usage.slots)) if taken > high * usage.slots else 0
+    """Objects to evict so that a put need not: none up to the `high` watermark, beyond it as many as lead to `low`.
+    Leased slots are free: somebody is about to put."""
+    return usage.used - math.floor(low * usage.slots) if usage.used > high * usage.slots else 0
 
 
 class Share(NamedTuple):
@@ -118,8 +118,9 @@ def donor(shares: Sequence[Share], taker: int, segment: int) -> int | None:
 
     `segment`: bytes that move. The fair share is the store divided by the namespaces in use. Up to half of it a taker
     is given room by whoever keeps the whole of it; beyond, only by one whose room brings less than half as many hits as
-    the taker's and that keeps half of it. One that nobody uses gives all. The least dense gives first. Heats that stay,
-    and the segments come to rest.
+    the taker's and that keeps half of it. One that nobody uses gives all, and who
+    has nothing gets a segment from anybody. The least dense gives first. Heats that stay, and the segments come to
+    rest.
     """
     me = next((share for share in shares if share.namespace == taker), Share(taker, 0))
     others = [share for share in shares if share.namespace != taker and share.size >= segment]
@@ -132,4 +133,6 @@ def donor(shares: Sequence[Share], taker: int, segment: int) -> int | None:
         or (needy and share.size - segment >= fair)
         or (share.density * 2 < me.density and share.size - segment >= fair / 2)
     ]
+    if me.size < segment and not givers:
+        givers = [share for share in others if share.size >= 2 * segment] or others
     return min(givers, key=lambda share: (share.used, share.density, -share.size)).namespace if givers else None

@@ -92,6 +92,9 @@ def close_parts(parts: Parts, deadline: float) -> bool:
         return False
     parts.segments.close()
     parts.staging.close()
+    with contextlib.suppress(StoreError):
+        parts.hits.flush()
+        parts.admission.flush()
     parts.hits.clock.close()
     parts.owners.close()
     parts.index.close()
