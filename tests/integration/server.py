@@ -148,10 +148,13 @@ class Server:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes."""
+        """SIGKILL to all of its processes; none holds a lock or a file any more when this returns."""
+        deadline = time.monotonic() + STOP_SECONDS
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(STOP_SECONDS)
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.poll()
+                time.sleep(0.02)
         for queue in Path("/dev/shm").glob("sgl_shm_mq_*"):  # 25 MB for each group of ranks that could not clean up
             if not Path("/proc", queue.name.split("_")[3]).exists():
                 queue.unlink(missing_ok=True)
