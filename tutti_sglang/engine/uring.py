@@ -204,6 +204,8 @@ class UringEngine:
         assert batch.dtype == IOCTX_DTYPE
         assert target.dtype == source.dtype == np.uint64
         assert target.shape == source.shape == (places[2][-1], len(sizes))
+        assert len(batch) == len(places[0]) == places[1][-1]
+        assert len(places[1]) == len(places[2])
         results = np.empty(len(batch), dtype=np.int32)
         sums = np.zeros(target.shape, dtype=np.uint64)
         copied = np.zeros(len(target), dtype=np.bool_)
