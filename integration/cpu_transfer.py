@@ -15,12 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-_POOL_MODULES = (
-    "mem_cache.pool_host.mha",
-    "mem_cache.pool_host.mla",
-    "mem_cache.pool_host.dsa",
-    "mem_cache.memory_pool_host",
-)
+_POOL_MODULES = ("sglang.srt.mem_cache.pool_host.mha", "sglang.srt.mem_cache.pool_host.mla")
 
 
 def install() -> None:
@@ -37,7 +32,7 @@ def install() -> None:
     if not hasattr(torch.cpu.Stream, "synchronize"):
         torch.cpu.Stream.synchronize = lambda self: None
     for name in _POOL_MODULES:
-        module = importlib.import_module(f"sglang.srt.{name}")
+        module = importlib.import_module(name)
         for operation in OPERATIONS:
             if not hasattr(module, operation.__name__):
                 setattr(module, operation.__name__, operation)
