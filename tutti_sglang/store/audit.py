@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 def audit(path: Path) -> Audit:
-    """Look at every slot of the index at `path`, as of one moment. sqlite3.Error."""
+    """Look at every slot of the index at `path`, as of one moment. FAILURES of a database."""
     with _snapshot(path) as connection:
         rows = connection.execute(
             "select id, slots, count, bits from segments left join free on segment = id"
@@ -68,7 +68,7 @@ def audit(path: Path) -> Audit:
 
 
 def objects(path: Path, namespace: int | None) -> Iterator[Batch]:
-    """All objects of a namespace, or of all, in batches of at most BATCH, each as of its own moment. sqlite3.Error."""
+    """All objects of a namespace, or of all, BATCH at a time, each as of its own moment. FAILURES of a database."""
     last = b"" if namespace is None else namespace.to_bytes(4, "big")
     while True:
         with _snapshot(path) as connection:

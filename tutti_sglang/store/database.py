@@ -15,6 +15,9 @@ from tutti_sglang.metrics import Metrics, process_metrics
 from tutti_sglang.store import schema
 from tutti_sglang.store.filesystem import refuse_network
 
+FAILURES = (sqlite3.Error, UnicodeDecodeError)
+"""What a statement on a damaged database raises: SQLite quotes names from the file as they are."""
+
 _IDLE_READERS = 16
 _REMEDY = "If it does not go away, stop all servers of this store and remove index.db*: the store starts empty"
 
@@ -42,7 +45,7 @@ class Database:
         self._closed = False
         try:
             self._writer = schema.open_database(path)
-        except sqlite3.Error as error:
+        except FAILURES as error:
             raise StoreError(f"The index {path} cannot be opened ({error})", _REMEDY) from error
 
     def meta(self, name: str) -> str | None:
@@ -108,7 +111,7 @@ class Database:
     def _explained(self, operation: str) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except FAILURES as error:
             self._metrics.add("tutti_index_errors", op=operation)
             busy = "locked" in str(error) or "busy" in str(error)
             hint = "Another process is writing; find one that is stopped with: ps -eo pid,stat,cmd" if busy else _REMEDY

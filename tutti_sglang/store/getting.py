@@ -4,15 +4,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang import memory
+from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.batch import IoClass
 from tutti_sglang.memory import Addresses
-from tutti_sglang.store.keys import some, split
+from tutti_sglang.store.keys import marks, some, split
 from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, LATE, PERMANENT, UNANSWERED, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.plan import tensor_addresses
 from tutti_sglang.store.reader import Reader, Request
 from tutti_sglang.store.sight import Flags, Sight, look
-from tutti_sglang.store.slots import segments_of
+from tutti_sglang.store.slots import Slots, segments_of
 from tutti_sglang.store.space import Space
 
 Which = npt.NDArray[np.int64]
@@ -52,7 +53,8 @@ class Getter:
             which = np.flatnonzero(first.readable)
             found = np.full(len(first.records), GOOD, dtype=np.int32)
             if len(which):
-                found[which] = self._read(space, first, which, rows, deadline)
+                roots = first.records["root"][which] ^ marks(space.id, some(keys, which))
+                found[which] = self._read(space, first.slots[which], roots, rows[which], deadline)
                 # A slot may have been given to another object between the look and the read.
                 second = parts.index.lookup(space.id, keys).records
                 found[which[second[which] != first.records[which]]] = CHANGED
@@ -63,16 +65,15 @@ class Getter:
         parts.hits.hit(space, first.slots[good])
         return good
 
-    def _read(self, space: Space, sight: Sight, which: Which, rows: Addresses, deadline: float) -> Codes:
-        found = np.full(len(which), UNOPENED, dtype=np.int32)
-        slots = sight.slots[which]
+    def _read(self, space: Space, slots: Slots, roots: Sums, rows: Addresses, deadline: float) -> Codes:
+        found = np.full(len(slots), UNOPENED, dtype=np.int32)
         with self._parts.segments.use(np.unique(segments_of(slots)).tolist()) as geometries:
             opened = np.flatnonzero(np.isin(segments_of(slots), list(geometries)))
             request = Request(
                 space,
                 slots[opened],
-                sight.records["root"][which[opened]],
-                rows[which[opened]],
+                roots[opened],
+                rows[opened],
                 geometries,
                 IoClass.DEMAND,
                 deadline,

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from tutti_sglang import checksum
 from tutti_sglang.store.index import KEY_SIZE
 
 
@@ -20,3 +21,10 @@ def split(keys: bytes) -> list[bytes]:
 def some(keys: bytes, which: npt.NDArray[np.int64]) -> bytes:
     """Those keys only."""
     return np.frombuffer(keys, dtype=np.uint8).reshape(-1, KEY_SIZE)[which].tobytes()
+
+
+def marks(namespace: int, keys: bytes) -> checksum.Sums:
+    """(n,) XXH3-64 of namespace and key: the roots in the index are XORed with it. A record that a bad disk or a bug
+    put under another key, or under the same key of another namespace, has no bytes that fit."""
+    words = np.frombuffer(keys, dtype="<u8").reshape(-1, KEY_SIZE // 8)
+    return checksum.roots(np.column_stack([np.full(len(words), namespace, dtype=np.uint64), words]))

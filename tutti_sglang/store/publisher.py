@@ -12,6 +12,7 @@ from tutti_sglang.checksum import roots
 from tutti_sglang.errors import StoreError
 from tutti_sglang.store.accepted import Cargo
 from tutti_sglang.store.index import RECORD_DTYPE, Records
+from tutti_sglang.store.keys import marks
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.room import Room
 from tutti_sglang.store.slots import NO_SLOT, Slots, numbers_of, segments_of
@@ -73,7 +74,8 @@ class Publisher:
         records["depth"] = cargo.depth
         records["bytes"] = space.object_size
         records["created"] = int(time.time())
-        records["root"] = roots(cargo.sums) if self._parts.verifying else 0
+        if self._parts.verifying:
+            records["root"] = roots(cargo.sums) ^ marks(space.id, b"".join(cargo.keys))
         return records
 
     def _elsewhere(self, space: Space, cargo: Cargo, asked: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

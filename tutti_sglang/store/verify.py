@@ -1,7 +1,6 @@
 """Verification: every object is read and compared, files and index are compared, and what is wrong can be removed."""
 
 import os
-import sqlite3
 import time
 from dataclasses import dataclass, field
 
@@ -9,13 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang import checksum
+from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.batch import IoClass
 from tutti_sglang.errors import StoreError
 from tutti_sglang.memory import Addresses, Region
 from tutti_sglang.store.audit import Audit, Batch, audit, objects
+from tutti_sglang.store.database import FAILURES
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.index import Records
-from tutti_sglang.store.keys import some
+from tutti_sglang.store.keys import marks, some
 from tutti_sglang.store.outcome import GOOD, PERMANENT, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.plan import object_addresses, tensor_addresses
@@ -80,7 +81,7 @@ class Verifier:
                 self._check(spaces[batch.namespace], batch)
             if namespace is None:
                 self._account(audit(path))
-        except sqlite3.Error as error:
+        except FAILURES as error:
             raise StoreError(f"The index {path} cannot be read ({error})", "Stop all servers and remove it") from error
         return self._report
 
@@ -94,31 +95,32 @@ class Verifier:
             with self._parts.owners.reading(self._parts.index.last_epoch, self._parts.config.grace_seconds):
                 now = np.flatnonzero(self._parts.index.lookup(space.id, keys).records == records)
                 keys, records, rows = some(keys, now), records[now], rows[now]
-                found = self._read(space, records, rows)
+                roots = records["root"] ^ marks(space.id, keys)
+                found = self._read(space, records, roots, rows)
                 still = self._parts.index.lookup(space.id, keys).records == records
-                fitting = self._sums_fit(space, records)
+                fitting = self._sums_fit(space, records, roots)
             self._judge(space, keys, records, np.where(still, found, GOOD).astype(np.int32))
             self._judge_sums(space, records, rows, np.flatnonzero(still & (found == GOOD) & ~fitting))
         region.close()
 
-    def _read(self, space: Space, records: Records, rows: Addresses) -> Codes:
+    def _read(self, space: Space, records: Records, roots: Sums, rows: Addresses) -> Codes:
         found = np.full(len(records), UNOPENED, dtype=np.int32)
         slots = records["slot"].astype(np.int64)
         with self._parts.segments.use(np.unique(segments_of(slots)).tolist()) as maps:
             opened = np.flatnonzero(np.isin(segments_of(slots), list(maps)))
-            wanted = (slots[opened], records["root"][opened], rows[opened])
+            wanted = (slots[opened], roots[opened], rows[opened])
             deadline = time.monotonic() + SECONDS
             found[opened] = self._reader.read(Request(space, *wanted, maps, IoClass.PRELOAD, deadline))
         return found
 
-    def _sums_fit(self, space: Space, records: Records) -> Flags:
+    def _sums_fit(self, space: Space, records: Records, roots: Sums) -> Flags:
         """(n,) whether the stored row of tensor checksums has the root of the record."""
         fits = np.zeros(len(records), dtype=np.bool_)
         slots = records["slot"].astype(np.int64)
         for segment in np.unique(segments_of(slots)).tolist():
             mine = segments_of(slots) == segment
             table = self._parts.sums.read(segment, numbers_of(slots[mine]), len(space.tensors))
-            fits[mine] = checksum.roots(table) == records["root"][mine]
+            fits[mine] = checksum.roots(table) == roots[mine]
         return fits
 
     def _judge(self, space: Space, keys: bytes, records: Records, found: Codes) -> None:
