@@ -125,11 +125,12 @@ class Allocation(Database):
         not be written over: a reader may hold them open. StoreError."""
         first, last = segment << numbering.SEGMENT_SHIFT, (segment + 1) << numbering.SEGMENT_SHIFT
         with self._transaction("drop_segment") as connection:
+            for table in ("settling", "leased"):  # first: this is how a segment goes that has a slot in two states
+                connection.execute(f"delete from {table} where slot >= ? and slot < ?", (first, last))
             gone = connection.execute(
                 "delete from objects where id in (select id from objects where slot >= ? and slot < ?)", (first, last)
             ).rowcount
-            for table in ("settling", "leased"):
-                connection.execute(f"delete from {table} where slot >= ? and slot < ?", (first, last))
+            connection.execute("delete from settling where slot >= ? and slot < ?", (first, last))
             connection.execute("delete from free where segment = ?", (segment,))
             connection.execute("delete from segments where id = ?", (segment,))
         return gone
