@@ -47,7 +47,7 @@ class Handle:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """`put`: for each namespace the pages that anybody ever put and nobody cleared since; nothing else may ever be there."""
+    """`put`: for each namespace the pages that anybody ever put and nobody cleared since; nothing else may be there."""
 
     handles = Bundle("handles")
 
