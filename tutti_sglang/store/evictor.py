@@ -23,9 +23,9 @@ class Evictor:
 
     def make_room(self, space: Space, missing: int, keep: Collection[int]) -> int:
         """Make room for about `missing` objects of the namespace; how many slots become free, now or when their readers
-        have left them; 0 while a segment could be added, if only somebody else let go of the store's lock. Segments to
-        `keep` are about to be written to. StoreError."""
-        if not self._growth.full(space):
+        have left them; 0 while the store may have room, and somebody holds its lock. Segments to `keep` are about to be
+        written to. StoreError."""
+        if self._growth.locked_out:
             return 0
         segments = self._parts.segments
         rows = [row for row in segments.rows() if segments.writable(row.id)]

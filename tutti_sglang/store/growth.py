@@ -25,12 +25,13 @@ _SEGMENT = re.compile(r"\d{6,}\.seg")
 
 
 class Growth:
-    """Thread safe. Who cannot have the lock in time does nothing."""
+    """Thread safe. Who cannot have the lock in time does nothing; `locked_out`: that is why the last `add` did not."""
 
     def __init__(self, parts: Parts, allocate: Callable[[int, int], None] = preallocate) -> None:
         self._parts = parts
         self._segments = parts.segments
         self._allocate = allocate
+        self.locked_out = False
 
     def check_fits(self, space: Space) -> None:
         """CapacityError when a segment on all drives holds not one group of objects."""
@@ -46,6 +47,7 @@ class Growth:
         """One more segment for the namespace; False when there is no room for one, or it could not be made.
         StoreError."""
         with self.locked() as held:
+            self.locked_out = not held
             if not held:
                 return False
             self._segments.refresh()
