@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from xxhash import xxh3_64_intdigest
 
-from tests.store.kit import close_good, namespace, open_store, store_pages
+from tests.store.kit import TENSORS, close_good, keys, namespace, open_store, store_pages
 from tutti_sglang.geometry import ALIGNMENT, GROUP_TARGET, Geometry, group_size
 from tutti_sglang.store import directory, eviction, owners, probe, schema, superblock
 from tutti_sglang.store.index import KEY_SIZE, RECORD_DTYPE
@@ -53,6 +54,18 @@ def test_the_record_has_the_fields_of_the_page() -> None:
     assert f"blob | {size} bytes, below" in section("Index")
     assert f"blob | {4 + KEY_SIZE} bytes: the namespace's number" in section("Index")
     assert SLOTS_MAX < 1 << SEGMENT_SHIFT == 1 << 24
+
+
+def test_a_root_is_made_as_the_page_says(disk: Path) -> None:
+    assert "XXH3-64 of its namespace's number, as u64, and its key" in section("Checksums")
+    store = open_store(disk)
+    ns = store.attach(namespace())
+    store_pages(store, ns, 7)
+    (record,) = store._parts.index.lookup(ns, keys(7)).records
+    row = (disk / "sums" / "000001.sum").read_bytes()[: 8 * len(TENSORS)]
+    mark = xxh3_64_intdigest(ns.to_bytes(8, "little") + keys(7))
+    assert record["root"] == xxh3_64_intdigest(row) ^ mark
+    close_good(store)
 
 
 def test_the_superblock_has_the_fields_of_the_page(tmp_path: Path) -> None:
