@@ -68,7 +68,16 @@ def _close_backends(*args: Any, **kwargs: Any) -> None:
         backend.close()
 
 
+def _take_identity(*args: Any, **kwargs: Any) -> None:
+    # The first moment at which the configuration is published, and the last before files are read.
+    try:
+        _served().take()
+    except Exception:
+        logger.exception("tutti: the model's identity will be taken when the storage is attached")
+
+
 def _suspend_backends(*args: Any, **kwargs: Any) -> None:
+    _served().change()
     for backend in _live_backends():
         backend.suspend("the weights are being updated")
 
@@ -84,6 +93,12 @@ def _resume_backends(flushed: bool, *args: Any, **kwargs: Any) -> None:
     if flushed:
         for backend in _live_backends():
             backend.flushed()
+
+
+def _served() -> Any:
+    from tutti_sglang.integration.served import served
+
+    return served
 
 
 def _live_backends() -> list[Any]:
@@ -128,6 +143,7 @@ HOOKS = (
         _suspend_at_new_version,
         ("self", "new_version"),
     ),
+    Hook(f"{_SCHEDULER}.init_model_config", HookType.AFTER, _take_identity, ("self",)),
     Hook(f"{_SCHEDULER}.flush_cache", HookType.AFTER, _resume_backends, ("self",)),
 )
 

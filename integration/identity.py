@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.runtime_context import get_model, get_server_args, get_spec
+from sglang.srt.runtime_context import get_lora, get_model, get_server_args, get_spec
 
 from tutti_sglang.integration.pools import PoolView
 from tutti_sglang.layout import Order
@@ -41,7 +41,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     speculative: str = ""
 
 
-def published_identity(model_id: str = "") -> Identity | None:
+def published_identity() -> Identity | None:
     """The identity of the model that this process serves; None when SGLang published no configuration here."""
     try:
         server_args = get_server_args()
@@ -49,7 +49,7 @@ def published_identity(model_id: str = "") -> Identity | None:
         return None
     # Built anew: the instance that the engine holds has been changed by loading the model (rope, layer maps …).
     config = ModelConfig.from_server_args(server_args)
-    model, spec = get_model(), get_spec()
+    model, spec, lora = get_model(), get_spec(), get_lora()
     described = {
         "architecture": config.hf_config.architectures,
         "config": config_digest(config.hf_config),
@@ -59,7 +59,7 @@ def published_identity(model_id: str = "") -> Identity | None:
         "rl_quant_profile": model.rl_quant_profile,
         "kv_scales": model.quantization_param_path,
         "revision": config.revision,
-        "model_id": model_id,
+        "lora": _adapters(lora.lora_paths) if lora.enable_lora else None,
     }
     draft = spec.speculative_draft_model_path
     return Identity(
@@ -73,14 +73,14 @@ def published_identity(model_id: str = "") -> Identity | None:
 
 
 def stand_in_identity(served_name: str | None, model_id: str) -> Identity:
-    """What is left where nothing was published: names. Two models under one served name would meet."""
+    """What is left where nothing was published: the name. Two models under one name would meet."""
     logger.warning(
         "tutti: SGLang published no model configuration in this process, so only the served name %r and model_id %r "
         "keep models apart. Set another model_id for each model, checkpoint and KV dtype",
         served_name,
         model_id,
     )
-    return Identity(model=_text({"served_name": served_name or "", "model_id": model_id}), weights="unknown")
+    return Identity(model=_text({"served_name": served_name or ""}), weights="unknown")
 
 
 def config_digest(hf_config: Any) -> str:
@@ -173,6 +173,17 @@ def _weights(model_path: str, revision: str | None, load_format: str) -> str:
         model_path,
     )
     return f"{weights}:{model_path}@{revision or ''}"
+
+
+def _adapters(lora_paths: Any) -> dict[str, str]:
+    """Fingerprints of the adapters that SGLang's keys know by name and path alone (lora/lora_registry.py:47)."""
+    prints = {}
+    for adapter in lora_paths or ():
+        folder = Path(_checkpoint(adapter.lora_path, None))
+        settings = folder / "adapter_config.json"
+        scale = xxhash.xxh3_64_hexdigest(settings.read_bytes()) if settings.is_file() else ""
+        prints[f"{adapter.lora_name}={adapter.lora_path}"] = weights_fingerprint(folder) + scale
+    return prints
 
 
 def _checkpoint(model_path: str, revision: str | None) -> str:

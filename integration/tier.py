@@ -1,11 +1,9 @@
 """What one rank keeps in the store: its pools and flat objects, under the identity of the model that it serves."""
 
 import logging
-import uuid
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
@@ -16,15 +14,13 @@ from tutti_sglang.integration import identity as ids
 from tutti_sglang.integration.calls import KEY_BYTES
 from tutti_sglang.integration.flat import FlatObjects, Shape
 from tutti_sglang.integration.pools import PoolView, view_of
+from tutti_sglang.integration.served import is_repeatable, renewed, served
 from tutti_sglang.integration.stored import Found, StoredPool
 from tutti_sglang.metrics import process_metrics
 from tutti_sglang.store import ObjectStore
 from tutti_sglang.store.namespace import Namespace
 
 logger = logging.getLogger(__name__)
-
-_UPDATED = "updated:"
-"""Weights that came while serving: no file says which they are, so their identity is random."""
 
 
 class Tier:
@@ -39,9 +35,7 @@ class Tier:
             raise UnsupportedError(f'"path": "{loaded.config.path}" is not served here', 'Set it to "host"')
         self._storage = storage
         self._generic = generic
-        self._identity = ids.published_identity(loaded.config.model_id) or ids.stand_in_identity(
-            storage.model_name, loaded.config.model_id
-        )
+        self._identity = served.identity(storage.model_name, loaded.config.model_id)
         self.store = ObjectStore(loaded.config, metrics=process_metrics())
         self._pools: dict[str, StoredPool] = {}
         self.flat = self._flat_objects()
@@ -50,6 +44,11 @@ class Tier:
     def attach(self, name: str, pool: Any) -> None:
         """Keep the pages of a host pool; again with the same pool does nothing."""
         view = view_of(pool, ids.head_groups(self._identity, self._storage, pool) if name == PoolName.KV else 1)
+        if not (is_repeatable(self._identity) or self._own_identity_is_enough(view)):
+            raise UnsupportedError(
+                "The weights were updated while serving: replicated KV needs an identity that all ranks share",
+                "Restart the server with the new weights",
+            )
         known = self._pools.get(name)
         if known is not None and known.view.maps == view.maps:
             return
@@ -93,11 +92,10 @@ class Tier:
 
         False where ranks hold replicas and would have to agree on it.
         """
-        if self._storage.tp_size > 1 and not all(pool.view.sharded for pool in self._pools.values()):
+        if not all(self._own_identity_is_enough(pool.view) for pool in self._pools.values()):
             return False
         self._drop_unrepeatable()
-        weights = f"{_UPDATED}{uuid.uuid4().hex}"
-        self._identity = msgspec.structs.replace(self._identity, weights=weights, draft_weights="")
+        self._identity = renewed(self._identity)
         self._pools = {name: self._stored(name, pool.view) for name, pool in self._pools.items()}
         self.flat = self._flat_objects()
         return True
@@ -107,8 +105,12 @@ class Tier:
         self._drop_unrepeatable()
         return self.store.close(timeout)
 
+    def _own_identity_is_enough(self, view: PoolView) -> bool:
+        """Whether no other rank holds the same bytes."""
+        return view.sharded or self._storage.tp_size == 1
+
     def _drop_unrepeatable(self) -> None:
-        if self._identity.weights.startswith(_UPDATED):
+        if not is_repeatable(self._identity):
             self.clear()
 
     def _stored(self, name: str, view: PoolView) -> StoredPool:

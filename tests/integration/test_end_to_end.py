@@ -206,10 +206,17 @@ def test_new_weights_while_serving_find_nothing(servers: Servers, world: World, 
     assert after.tokens != before.tokens
     _flush(server)
     _from_storage(server.generate(PROMPT), after)
-    status, text = _admin(server, "POST", "/update_weights_from_disk", {"model_path": str(other_model)})
-    assert status == 200, text
-    old = server.generate(PROMPT)
-    assert (old.storage, old.tokens) == (0, before.tokens)
+    assert _admin(server, "DELETE", "/hicache/storage-backend")[0] == 200
+    assert _admin(server, "PUT", "/hicache/storage-backend", _attach(extra(world.store)))[0] == 200
+    _flush(server)
+    again = server.generate(PROMPT)
+    assert again.storage == 0, "the files on the disk are not what is served"
+    assert again.tokens == after.tokens
+
+
+def _attach(settings: dict[str, Any]) -> dict[str, str]:
+    """The body of SGLang's request to attach a storage backend."""
+    return {"hicache_storage_backend": "tutti", "hicache_storage_backend_extra_config_json": json.dumps(settings)}
 
 
 def test_detach_and_attach_while_serving_with_the_messages_of_a_bad_store(
@@ -229,15 +236,11 @@ def test_detach_and_attach_while_serving_with_the_messages_of_a_bad_store(
         (extra(drive / "file"), "file"),
         (extra(drive / "small", min_free_space="900TiB"), "min_free_space"),
     ):
-        body = {
-            "hicache_storage_backend": "tutti",
-            "hicache_storage_backend_extra_config_json": json.dumps(settings),
-        }
-        status, text = _admin(server, "PUT", "/hicache/storage-backend", body)
+        status, text = _admin(server, "PUT", "/hicache/storage-backend", _attach(settings))
         assert status == 400
         assert message in text
-    body["hicache_storage_backend_extra_config_json"] = json.dumps(extra(world.store, prefetch_threshold=64))
-    assert _admin(server, "PUT", "/hicache/storage-backend", body)[0] == 200
+    settings = extra(world.store, prefetch_threshold=64)
+    assert _admin(server, "PUT", "/hicache/storage-backend", _attach(settings))[0] == 200
     _flush(server)
     first = server.generate("Attached again. " + PROMPT)
     _flush(server)

@@ -19,8 +19,9 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from tests.integration.backends import Backends
 from tests.integration.host_pools import fill, mha_pool, mla_pool, slots, storage
 from tutti_sglang.errors import CapacityError, ConfigError, ForeignStoreError, StoreError, UnsupportedError
-from tutti_sglang.integration import identity
 from tutti_sglang.integration.hicache import TuttiHiCacheStorage, live_backends
+from tutti_sglang.integration.identity import Identity
+from tutti_sglang.integration.served import served
 
 Open = Callable[..., TuttiHiCacheStorage]
 PAGES = [5, 0, 16, 3]
@@ -94,7 +95,8 @@ def test_layer_major_layouts_read_each_other_and_no_other(opened: Open) -> None:
 
 
 def test_heads_written_at_one_tp_size_are_read_at_another(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "published_identity", lambda _: identity.Identity(model="m", weights="w", kv_heads=4))
+    model = Identity(model="m", weights="w", kv_heads=4)
+    monkeypatch.setattr(served, "identity", lambda *_: model)
     whole, halves = mha_pool("page_head"), [mha_pool("page_head", heads=2) for _ in range(2)]
     fill(whole, 1)
     writer = opened(whole, tp_lcm_size=2, should_split_heads=True)
