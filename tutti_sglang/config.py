@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -192,11 +193,12 @@ def _convert(values: dict[str, Any], rank: int) -> Config:
 def _expand(directory: Any, rank: int) -> str:
     if not isinstance(directory, str) or "://" in directory:
         raise ConfigError(f"{directory!r} is not a directory", "Write a plain absolute path")
+    expanded = os.path.expandvars(os.path.expanduser(directory.strip()))  # first: ${HOME} is no placeholder
     try:
-        filled = directory.format(rank=rank, hostname=socket.gethostname())
+        filled = expanded.format(rank=rank, hostname=socket.gethostname())
     except (KeyError, IndexError, ValueError):
         raise ConfigError(f"{directory!r} has an unknown placeholder", "Known: {rank}, {hostname}") from None
-    return os.path.normpath(os.path.expandvars(os.path.expanduser(filled.strip()))) if filled.strip() else ""
+    return re.sub("^/+", "/", os.path.normpath(filled)) if filled else ""
 
 
 def _check_directories(storage_dirs: tuple[str, ...], index_dir: str) -> None:
