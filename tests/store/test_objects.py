@@ -2,6 +2,7 @@
 
 import os
 import random
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -30,7 +31,7 @@ from tests.store.kit import (
     value,
 )
 from tutti_sglang.errors import CapacityError, StoreError
-from tutti_sglang.store import ObjectStore
+from tutti_sglang.store import ObjectStore, schema
 from tutti_sglang.testing.faults import EVERY_BLOCK, WRITES, Fault, FaultPlan
 
 
@@ -204,6 +205,21 @@ def test_clear_removes_stored_and_accepted_objects_of_its_namespace_only(disk: P
     assert not any(lookup(store, mine, *range(20)))
     assert not any(get(store, mine, *range(20)))
     assert all(get(store, other, *range(10)))
+    close_good(store)
+
+
+def test_clear_gets_its_turn_beside_somebody_who_writes_for_long(disk: Path) -> None:
+    store = open_store(disk)
+    ns = store.attach(namespace())
+    store_pages(store, ns, *range(10))
+    other = sqlite3.connect(disk / "index.db", isolation_level=None, check_same_thread=False)
+    other.execute("begin immediate")
+    release = threading.Timer(schema.WRITE_TIMEOUT + 0.5, other.execute, ["rollback"])
+    release.start()
+    assert store.clear(ns) == 10
+    assert not any(lookup(store, ns, *range(10)))
+    release.join()
+    other.close()
     close_good(store)
 
 

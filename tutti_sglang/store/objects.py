@@ -33,6 +33,9 @@ from tutti_sglang.units import format_size
 
 T = TypeVar("T")
 
+CLEAR_SECONDS = 5.0
+"""How long `clear` tries while another process does not let it write."""
+
 
 class StoreStats(NamedTuple):
     """Of the whole store: bytes of segments and what they may grow to, objects and free slots as of the last half
@@ -144,9 +147,15 @@ class ObjectStore:
         """Remove all objects of the namespace; how many they were."""
 
         def act() -> int:
+            until = time.monotonic() + CLEAR_SECONDS
             with self._publisher.commit:
                 gone = self._parts.accepted.clear(ns)
-            return gone + self._parts.index.clear(ns)
+            while True:
+                try:
+                    return gone + self._parts.index.clear(ns)
+                except StoreError:  # SGLang reports success whatever it is told: try for as long as one may
+                    if time.monotonic() > until:
+                        raise
 
         return self._guard("clear", act, 0)
 
