@@ -1,6 +1,7 @@
 """A state machine: several handles put, get, clear, crash, reopen and verify on drives that fail and files that are
 damaged, against a model of what was put."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -163,10 +164,11 @@ class StoreMachine(RuleBasedStateMachine):
     def damage_a_file(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         files = [file for home in self.homes if home.exists() for file in segment_files(home)]
-        if files:
-            with open(files[rng.integers(len(files))], "r+b") as handle:
-                handle.seek(int(rng.integers(0, MIB - 512)))
-                handle.write(rng.bytes(512))
+        if not files:
+            return
+        with contextlib.suppress(FileNotFoundError), open(files[rng.integers(len(files))], "r+b") as handle:
+            handle.seek(int(rng.integers(0, MIB - 512)))
+            handle.write(rng.bytes(512))
 
     @rule(handle=handles)
     def verify(self, handle: Handle) -> None:
