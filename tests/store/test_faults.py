@@ -2,6 +2,7 @@
 counters tell the kind, the drive leaves and returns."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -238,19 +239,18 @@ def test_a_drain_that_takes_too_long_says_so(disk: Path) -> None:
     close_good(store)
 
 
-def test_direct_io_refused_later_on_goes_on_through_the_page_cache(disk: Path) -> None:
-    """O_DIRECT works when probed and is refused at the first write (B89)."""
+@pytest.mark.parametrize("refused", [READS, WRITES, READS | WRITES])
+def test_direct_io_refused_later_on_goes_on_through_the_page_cache(disk: Path, refused: int) -> None:
+    """O_DIRECT works when probed and is refused later (B89)."""
 
     class Refusing(Seam):
         def transfer(self, operation: Operation, place: Place, iovecs: Iovecs) -> int:
-            import fcntl
-
             direct = fcntl.fcntl(place.fd, fcntl.F_GETFL) & os.O_DIRECT
-            return -errno.EINVAL if direct else SYSTEM.transfer(operation, place, iovecs)
+            return -errno.EINVAL if direct and refused >> operation & 1 else SYSTEM.transfer(operation, place, iovecs)
 
     store, ns = filled(disk, Refusing(), 40)
-    assert "page cache (a write with O_DIRECT was refused later on)" in store.describe()
     assert all(get(store, ns, *range(40)))
+    assert "page cache (I/O with O_DIRECT was refused later on)" in store.describe()
     assert value(store, "tutti_put_objects", outcome="dropped") == 0
     close_good(store)
 

@@ -120,6 +120,7 @@ class Reader:
             self._give_back(extents, still_open)
         results = self._excuse(planned, fetched.results)
         self._parts.ledger.book(planned, results, Operation.READ)
+        self._parts.segments.leave_direct_io(planned.batch, results)
         found = codes(planned, results, len(request.slots))
         if self._verify:
             found[fetched.copied & (checksum.roots(fetched.sums) != request.roots)] = CORRUPT

@@ -9,12 +9,18 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
 
 from tutti_sglang.engine.base import Engine
+from tutti_sglang.errors import EngineError
+from tutti_sglang.engine.batch import Batch, Results
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.store.allocation import SegmentRow
 from tutti_sglang.store.drives import Drive
 from tutti_sglang.store.index import Index
+from tutti_sglang.store.opener import Opening, open_file
 
 DESCRIPTORS_SHARE = 4
 """Segments keep at most this part of the process's descriptors: SGLang needs them too."""
@@ -40,6 +46,7 @@ class Segment:
     users: int = 0
     writers: int = 0
     gone: bool = False
+    opening: Opening | None = None
 
 
 class Segments:
@@ -142,19 +149,23 @@ class Segments:
     @contextlib.contextmanager
     def use(self, numbers: Iterable[int], writing: bool = False) -> Iterator[dict[int, Geometry]]:
         """The geometry of those segments that could be opened; their files stay open until the end."""
-        held: dict[int, Segment] = {}
+        found = [segment for segment in map(self.find, numbers) if segment is not None]
+        self._open_all(found)
+        with self._lock:
+            held = [segment for segment in found if segment.open and not segment.gone]
+            for segment in held:
+                segment.users += 1
+                segment.writers += writing
+                self._recent.pop(segment.row.id, None)
+                self._recent[segment.row.id] = None
+            self._trim(self._files_max)
         try:
-            for number in numbers:
-                found = self.find(number)
-                if found is not None and self._hold(found):
-                    held[number] = found
-                    found.writers += writing
-            yield {number: each.geometry for number, each in held.items()}
+            yield {segment.row.id: segment.geometry for segment in held}
         finally:
             with self._lock:
-                for each in held.values():
-                    each.users -= 1
-                    each.writers -= writing
+                for segment in held:
+                    segment.users -= 1
+                    segment.writers -= writing
 
     def complete(self, number: int) -> bool:
         """False when a drive of the segment is there and its file is not, or is too short."""
@@ -185,14 +196,17 @@ class Segments:
             for fd in list(self._table[number].files.values()):
                 os.fdatasync(fd)
 
-    def fall_back(self, ordinal: int, reason: str) -> None:
-        """The drive refuses direct I/O after all: go through the page cache from now on."""
-        drive = self.drives[ordinal]
-        with self._lock:
-            drive.direct, drive.why_buffered = False, reason
-            files = [each.files[ordinal] for each in self._table.values() if ordinal in each.files]
-            for fd in files:
-                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    def leave_direct_io(self, batch: Batch, results: Results) -> None:
+        """A file system may take O_DIRECT at first and refuse it later: then it is used through the page cache from now
+        on. The I/O that met this is to be tried again."""
+        for ordinal in np.unique(batch["drive"][results == -errno.EINVAL]).tolist():
+            drive = self.drives[ordinal]
+            with self._lock:
+                if drive.direct:
+                    drive.direct, drive.why_buffered = False, "I/O with O_DIRECT was refused later on"
+                    for each in self._table.values():
+                        if fd := each.files.get(ordinal):
+                            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
     def close(self) -> None:
         """Close all files; the engine is closed and idle."""
@@ -203,26 +217,59 @@ class Segments:
                 each.files.clear()
                 each.gone, each.open = True, False
 
-    def _hold(self, segment: Segment) -> bool:
-        """Open the files unless they are, and count a user. False when one is missing."""
-        number = segment.row.id
+    def _open_all(self, wanted: list[Segment]) -> None:
+        """Open what is not open, as far as the drives let us within OPEN_SECONDS. No lock is held meanwhile."""
         with self._lock:
-            if segment.gone or not all(drive in self.drives for drive in segment.row.cycle):
-                return False
+            closed = [segment for segment in wanted if self._can_open(segment)]
+            if closed:
+                opening = Opening(partial(self._open_files, closed))
+                for segment in closed:
+                    segment.opening = opening
+            openings = {segment.opening for segment in wanted if segment.opening}
+        for each in openings:
+            each.wait()
+
+    def _can_open(self, segment: Segment) -> bool:
+        here = all(drive in self.drives for drive in segment.row.cycle)
+        return here and not (segment.open or segment.gone or segment.opening) and self._shut(segment)
+
+    def _open_files(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            files: dict[int, int] = {}
+            failure: OSError | None = None
             try:
-                if not segment.open:
-                    if not self._shut(segment):
-                        return False
-                    self._open(segment)
+                for ordinal in set(segment.row.cycle):
+                    files[ordinal] = self._open_file(ordinal, segment.row.id)
             except OSError as error:
-                if error.errno == errno.ENOENT and time.time() - segment.row.created > SETTLED:
-                    self.lost.add(number)
-                return False
-            segment.users += 1
-            self._recent.pop(number, None)
-            self._recent[number] = None
-            self._trim(self._files_max)
-        return True
+                failure = error
+            with self._lock:
+                segment.opening = None
+                if failure is None and not segment.gone:
+                    self._adopt(segment, files)
+                elif failure and failure.errno == errno.ENOENT and time.time() - segment.row.created > SETTLED:
+                    self.lost.add(segment.row.id)
+                for fd in files.values():
+                    os.close(fd)
+
+    def _open_file(self, ordinal: int, number: int) -> int:
+        try:
+            return open_file(self.drives[ordinal], file_name(number))
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            with self._lock:
+                self._trim(0)
+            return open_file(self.drives[ordinal], file_name(number))
+
+    def _adopt(self, segment: Segment, files: dict[int, int]) -> None:
+        """Hand `files` to the engine; what is left in them it did not take, since it was closed meanwhile."""
+        try:
+            for ordinal in list(files):
+                self._engine.attach(ordinal, segment.row.id, files[ordinal])
+                segment.files[ordinal] = files.pop(ordinal)
+            segment.open = True
+        except EngineError:
+            self._shut(segment)
 
     def _trim(self, most: int) -> None:
         """Close the files of least recently used segments until about `most` are open."""
@@ -236,29 +283,6 @@ class Segments:
                 surplus -= count
             if surplus <= 0:
                 return
-
-    def _open(self, segment: Segment) -> None:
-        number = segment.row.id
-        try:
-            for ordinal in set(segment.row.cycle):
-                drive = self.drives[ordinal]
-                try:
-                    fd = _open_file(drive, number)
-                except OSError as error:
-                    if error.errno not in (errno.EMFILE, errno.ENFILE):
-                        raise
-                    self._trim(0)
-                    fd = _open_file(drive, number)
-                try:
-                    self._engine.attach(ordinal, number, fd)
-                except BaseException:
-                    os.close(fd)
-                    raise
-                segment.files[ordinal] = fd
-            segment.open = True
-        except BaseException:
-            self._shut(segment)
-            raise
 
     def _close(self, number: int) -> bool:
         """False when it is in use, or a drive still owes an answer."""
@@ -280,13 +304,3 @@ class Segments:
                 os.close(fd)
                 del segment.files[ordinal]
         return not segment.files
-
-
-def _open_file(drive: Drive, number: int) -> int:
-    flags = os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if drive.direct else 0)
-    try:
-        return os.open(file_name(number), os.O_RDWR | flags, dir_fd=drive.segments)
-    except OSError as error:
-        if error.errno != errno.EROFS:
-            raise
-        return os.open(file_name(number), os.O_RDONLY | flags, dir_fd=drive.segments)

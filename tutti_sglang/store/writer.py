@@ -191,14 +191,8 @@ class Writer:
         self._parts.ledger.book(planned, results, Operation.WRITE)
         self._parts.admission.wrote(planned.batch)
         self._parts.hits.wrote(load.space)
-        self._leave_direct_io(planned, results)
+        self._parts.segments.leave_direct_io(planned.batch, results)
         return codes(planned, results, int(planned.owner.max(initial=-1)) + 1)
-
-    def _leave_direct_io(self, planned: Plan, results: Results) -> None:
-        """A file system may take O_DIRECT at first and refuse it later."""
-        for ordinal in np.unique(planned.batch["drive"][results == -errno.EINVAL]).tolist():
-            if self._parts.drives[ordinal].direct:
-                self._parts.segments.fall_back(ordinal, "a write with O_DIRECT was refused later on")
 
     def _close(self, load: _Load, found: Codes, published: npt.NDArray[np.bool_]) -> None:
         hung = found == UNANSWERED
