@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 
 from tutti_sglang.engine.base import Engine
-from tutti_sglang.errors import EngineError
 from tutti_sglang.engine.batch import Batch, Results
+from tutti_sglang.errors import EngineError
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.store.allocation import SegmentRow
 from tutti_sglang.store.drives import Drive
