@@ -28,6 +28,7 @@ from tests.store.kit import (
 )
 from tutti_sglang.engine.batch import Operation
 from tutti_sglang.engine.system import SYSTEM, Iovecs, Place, Seam
+from tutti_sglang.geometry import Stripe
 from tutti_sglang.memory import view
 from tutti_sglang.store import ObjectStore, health, writer
 from tutti_sglang.testing.faults import EVERY_BLOCK, READS, WRITES, Fault, FaultPlan
@@ -161,6 +162,25 @@ def test_a_dead_drive_is_fast_misses_until_it_is_back(disk: Path) -> None:
     assert all(get(store, ns, *range(40)))
     store_pages(store, ns, *range(40, 60))
     assert all(get(store, ns, *range(60)))
+    close_good(store)
+
+
+@pytest.mark.parametrize("stripe", Stripe)
+def test_one_of_two_drives_dies_while_running_and_comes_back(disk: Path, stripe: Stripe) -> None:
+    weather = Weather()
+    store = open_store(disk / "a", disk / "b", index_dir=str(disk / "index"), seam=weather, stripe=stripe)
+    ns = store.attach(namespace())
+    store_pages(store, ns, *range(2 * SLOTS))
+    weather.plan = FaultPlan({Fault.ERROR: EVERY_BLOCK}, drive=1)
+    assert eventually(lambda: sum(get(store, ns, *range(2 * SLOTS))) >= 0 and store.stats().drives_in_service == 1)
+    if stripe is Stripe.TENSOR:
+        assert not any(lookup(store, ns, *range(2 * SLOTS)))
+    store_pages(store, ns, *range(100, 100 + SLOTS))
+    assert all(get(store, ns, *range(100, 100 + SLOTS))), "new segments use the other drive"
+    weather.plan = None
+    assert eventually(lambda: store.stats().drives_in_service == 2)
+    assert all(get(store, ns, *range(2 * SLOTS))), "nothing was lost"
+    assert all(get(store, ns, *range(100, 100 + SLOTS)))
     close_good(store)
 
 
