@@ -96,12 +96,16 @@ _CODECS: dict[str, Callable[[Any, int], PoolView]] = {
 
 
 def _view(pool: Any, maps: tuple[PageMap, ...], buffers: tuple[torch.Tensor, ...], *, sharded: bool) -> PoolView:
+    first = pool.start_layer or 0
     return PoolView(
         maps=maps,
         dtype=str(pool.dtype).removeprefix("torch."),
         page_size=pool.page_size,
         pages=pool.page_num,
-        layers=(pool.start_layer, pool.end_layer),
+        layers=(
+            first,
+            first + pool.layer_num,
+        ),  # SGLang's end_layer is the last layer in one place, one more in another
         heads=pool.head_num if pool.layout == "page_head" else 0,
         sharded=sharded,
         packs_draft=pool.layer_num > pool.target_layer_num,

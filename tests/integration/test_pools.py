@@ -52,6 +52,7 @@ def test_mha_addresses_are_the_pools_own(layout: str, page_size: int, dtype: tor
     else:
         assert _bytes(view, pool, PAGES) == _meta_bytes(pool, PAGES)
     assert view.page_bytes == pool.get_size_per_token() * page_size
+    assert view.layers == (0, pool.layer_num)
     assert view.sharded
 
 
