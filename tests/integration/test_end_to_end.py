@@ -129,6 +129,7 @@ def test_other_weights_saved_over_the_same_path_find_nothing(servers: Servers, w
     server.flush()
     _from_storage(server.generate(PROMPT), first)
     server.stop()
+    assert not list((world.store / "owners").iterdir()), "SIGTERM closes the store before host memory goes"
     write_model(world.model, seed=1)
     server.start()
     try:
