@@ -249,6 +249,39 @@ def test_a_drive_that_is_dead_at_start_is_left_out(disk: Path, monkeypatch: pyte
     close_good(store)
 
 
+def test_a_drive_whose_file_system_is_not_mounted_is_left_out_not_filled_anew(disk: Path) -> None:
+    """An empty mount point lies on the root file system: a store there would fill the system disk."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("unshare is not allowed here")
+    if os.stat(disk).st_dev != os.stat("/").st_dev:
+        pytest.skip("/var/tmp is not on the root file system")
+    script = f"""
+import logging, subprocess
+logging.basicConfig()
+a, b, index = (Path({str(disk)!r}) / name for name in ("a/tutti", "b", "index"))
+a.parent.mkdir()
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", a.parent], check=True)
+store = open_store(a, b, index_dir=str(index))
+store_pages(store, store.attach(namespace()), *range(40))
+close_good(store)
+subprocess.run(["mount", "--move", a.parent, "/mnt"], check=True)
+store = open_store(a, b, index_dir=str(index))
+ns = store.attach(namespace())
+assert not any(lookup(store, ns, *range(40)))
+store_pages(store, ns, *range(100, 120))
+assert store.close()
+assert not segment_files(a)
+a.rmdir()
+subprocess.run(["mount", "--move", "/mnt", a.parent], check=True)
+store = open_store(a, b, index_dir=str(index))
+assert all(get(store, store.attach(namespace()), *range(40)))
+close_good(store)
+"""
+    done = run(script, "unshare", "-rm")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is it mounted?" in done.stderr
+
+
 def test_the_segment_size_of_a_store_is_fixed_when_it_is_made(disk: Path) -> None:
     store = open_store(disk, segment_size=2 * MIB)
     store_pages(store, store.attach(namespace()), *range(60))

@@ -275,6 +275,72 @@ def test_get_puts_no_byte_into_any_row_after_it_returned(disk: Path) -> None:
     close_good(store)
 
 
+def test_many_gets_share_a_staging_of_few_pages(disk: Path) -> None:
+    """All end within their deadline (B109)."""
+    tensors = (1 << 18,)
+    store = open_store(disk, staging_size=MIB)
+    ns = store.attach(namespace(tensors=tensors))
+    for page in range(8):
+        store_pages(store, ns, page, tensors=tensors)
+    answers: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: answers.extend(get(store, ns, *range(8), tensors=tensors))) for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 16 * 8
+    assert all(answers)
+    close_good(store)
+
+
+def test_close_waits_for_calls_and_nothing_is_touched_afterwards(disk: Path) -> None:
+    """Gets and puts that are under way end, with or without what they asked for (B52)."""
+    before = threading.active_count()
+    for turn in range(10):
+        store = open_store(disk)
+        ns = store.attach(namespace())
+        put(store, ns, *range(200))
+        pages = [Pages(200).wipe() for _ in range(3)]
+        threads = [
+            threading.Thread(target=store.get, args=(ns, keys(*range(200)), each.rows, soon())) for each in pages
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.004 * turn)
+        assert store.close()
+        seen = [each.bytes.copy() for each in pages]
+        for thread in threads:
+            thread.join()
+        assert all((each.bytes == copy).all() for each, copy in zip(pages, seen, strict=True))
+        assert value(store, "tutti_call_errors") == 0
+    assert eventually(lambda: threading.active_count() == before)
+    close_good(open_store(disk))
+
+
+def test_addresses_may_be_changed_while_a_call_is_under_way(disk: Path) -> None:
+    """They are copied on entry (B58)."""
+    weather = Weather()
+    store = open_store(disk, seam=weather)
+    ns = store.attach(namespace())
+    store_pages(store, ns, *range(10))
+    weather.plan = FaultPlan({Fault.STALL: EVERY_BLOCK})
+    pages, elsewhere = Pages(10).wipe(), Pages(10).wipe()
+    rows = pages.rows.copy()
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.extend(store.get(ns, keys(*range(10)), rows, soon())))
+    thread.start()
+    assert eventually(lambda: weather.stalled)
+    rows[:] = elsewhere.rows
+    weather.plan.gate.open()
+    thread.join()
+    assert all(answers)
+    assert all(pages.holds(each, each) for each in range(10))
+    assert (elsewhere.bytes == 0xEE).all()
+    close_good(store)
+
+
 def test_a_forked_child_is_told_that_the_store_is_not_its_own(disk: Path) -> None:
     store = open_store(disk)
     ns = store.attach(namespace())

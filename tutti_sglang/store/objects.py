@@ -76,7 +76,7 @@ class Calls:
 class ObjectStore:
     """Thread safe, not fork safe. After opening, no call raises for I/O or stays beyond its deadline: what cannot be
     had is a miss, what cannot be stored is refused. Deadlines are time.monotonic() seconds; `keys` are n × 32 bytes;
-    `rows` are (n, T) addresses of the T tensors of each object, as long as the namespace says."""
+    `rows` are (n, T) addresses of the T tensors of each object, copied on entry; the namespace says how long these are."""
 
     def __init__(self, config: Config, *, metrics: Metrics | None = None, engine: Engine | None = None) -> None:
         """Open or create. `engine`: instead of the one that `config` asks for; it is closed with the store. StoreError,
@@ -126,7 +126,7 @@ class ObjectStore:
         anything; none is touched after this returned."""
         return self._guard(
             "get",
-            lambda: self._getter.get(self._parts.spaces[ns], keys, rows, deadline),
+            lambda: self._getter.get(self._parts.spaces[ns], keys, rows.copy(), deadline),
             np.zeros(count(keys), dtype=np.bool_),
         )
 
@@ -135,7 +135,7 @@ class ObjectStore:
         pages before the first of these in its prefix. Rows are not touched after this returned."""
         return self._guard(
             "put",
-            lambda: self._putter.put(self._parts.spaces[ns], keys, rows, deadline, depth),
+            lambda: self._putter.put(self._parts.spaces[ns], keys, rows.copy(), deadline, depth),
             np.zeros(count(keys), dtype=np.bool_),
         )
 
