@@ -76,7 +76,7 @@ class Calls:
 class ObjectStore:
     """Thread safe, not fork safe. After opening, no call raises for I/O or stays beyond its deadline: what cannot be
     had is a miss, what cannot be stored is refused. Deadlines are time.monotonic() seconds; `keys` are n × 32 bytes;
-    `rows` are (n, T) addresses of the T tensors of each object, copied on entry; the namespace says how long these are."""
+    `rows` are (n, T) addresses of T tensors each, as long as the namespace says, and are copied on entry."""
 
     def __init__(self, config: Config, *, metrics: Metrics | None = None, engine: Engine | None = None) -> None:
         """Open or create. `engine`: instead of the one that `config` asks for; it is closed with the store. StoreError,
