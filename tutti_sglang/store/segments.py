@@ -7,7 +7,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,6 +19,7 @@ from tutti_sglang.errors import EngineError
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.store.allocation import SegmentRow
 from tutti_sglang.store.drives import Drive
+from tutti_sglang.store.health import Health
 from tutti_sglang.store.index import Index
 from tutti_sglang.store.opener import Opening, open_file
 
@@ -50,10 +51,9 @@ class Segment:
 
 
 class Segments:
-    """Thread safe. Files are opened at first use; the least recently used are closed when more than `files_max` are
-    open."""
+    """Thread safe. Files are opened at first use; the least recently used are closed when too many are open."""
 
-    def __init__(self, index: Index, drives: Iterable[Drive], engine: Engine, segment_size: int, files_max: int = 512):
+    def __init__(self, index: Index, drives: Iterable[Drive], engine: Engine, segment_size: int):
         self.drives = {drive.ordinal: drive for drive in drives}
         self.segment_size = segment_size
         self.lost: set[int] = set()
@@ -121,21 +121,17 @@ class Segments:
 
     def readable(self, number: int) -> bool:
         """Whether all of its drives serve reads, as far as is known without touching them."""
-        found = self.find(number)
-        return (
-            found is not None
-            and number not in self.lost
-            and all(drive in self.drives and self.drives[drive].reads.in_service for drive in found.row.cycle)
-        )
+        return self._all_serve(number, lambda drive: drive.reads)
 
     def writable(self, number: int) -> bool:
         """Whether all of its drives serve writes."""
+        return self._all_serve(number, lambda drive: drive.writes)
+
+    def _all_serve(self, number: int, way: Callable[[Drive], Health]) -> bool:
         found = self.find(number)
-        return (
-            found is not None
-            and number not in self.lost
-            and all(drive in self.drives and self.drives[drive].writes.in_service for drive in found.row.cycle)
-        )
+        if found is None or number in self.lost:
+            return False
+        return all(drive in self.drives and way(self.drives[drive]).in_service for drive in found.row.cycle)
 
     def being_written(self, number: int) -> bool:
         """Whether this process is writing to the segment: dropping it then would lose what is written."""
@@ -204,9 +200,9 @@ class Segments:
             with self._lock:
                 if drive.direct:
                     drive.direct, drive.why_buffered = False, "I/O with O_DIRECT was refused later on"
-                    for each in self._table.values():
-                        if fd := each.files.get(ordinal):
-                            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                for each in self._table.values():  # each time: one may have been opened while this was found out
+                    if fd := each.files.get(ordinal):
+                        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
     def close(self) -> None:
         """Close all files; the engine is closed and idle."""
@@ -220,7 +216,8 @@ class Segments:
     def _open_all(self, wanted: list[Segment]) -> None:
         """Open what is not open, as far as the drives let us within OPEN_SECONDS. No lock is held meanwhile."""
         with self._lock:
-            closed = [segment for segment in wanted if self._can_open(segment)]
+            closed = [segment for segment in wanted if not (segment.open or segment.gone or segment.opening)]
+            closed = [each for each in closed if set(each.row.cycle) <= self.drives.keys() and self._shut(each)]
             if closed:
                 opening = Opening(partial(self._open_files, closed))
                 for segment in closed:
@@ -228,10 +225,6 @@ class Segments:
             openings = {segment.opening for segment in wanted if segment.opening}
         for each in openings:
             each.wait()
-
-    def _can_open(self, segment: Segment) -> bool:
-        here = all(drive in self.drives for drive in segment.row.cycle)
-        return here and not (segment.open or segment.gone or segment.opening) and self._shut(segment)
 
     def _open_files(self, segments: list[Segment]) -> None:
         for segment in segments:
