@@ -56,15 +56,6 @@ def test_a_run_of_pages_is_one_stretch_per_tensor() -> None:
     assert jumps == 0, "the whole group is one stretch"
 
 
-def test_an_object_is_served_only_when_all_of_it_is() -> None:
-    geometry = Geometry((4096, 4096), 1, (0,), SEGMENT)
-    slots = slot_ids(1, np.arange(3))
-    planned = plan({1: geometry}, slots, object_addresses(0, 3, 8192), Operation.READ, IoClass.DEMAND)
-    results = planned.batch["length"].astype(np.int32)
-    results[planned.owner == 1] = [4096, -5]
-    assert planned.served(results, 3).tolist() == [True, False, True]
-
-
 def test_nothing_is_an_empty_plan() -> None:
     assert len(plan({}, np.empty(0, np.int64), np.empty(0, np.uint64), Operation.READ, IoClass.DEMAND).batch) == 0
 

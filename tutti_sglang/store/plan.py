@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Operation, Results
+from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Operation
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.slots import Slots, numbers_of, segments_of
@@ -16,12 +16,6 @@ class Plan(NamedTuple):
 
     batch: Batch
     owner: npt.NDArray[np.int64]
-
-    def served(self, results: Results, objects: int) -> npt.NDArray[np.bool_]:
-        """(objects,) whether all I/O of an object moved its full length."""
-        good = np.ones(objects, dtype=np.bool_)
-        good[self.owner[results != self.batch["length"]]] = False
-        return good
 
 
 def tensor_addresses(base: Addresses, strides: npt.NDArray[np.int64]) -> Addresses:

@@ -82,11 +82,6 @@ class Writer:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
     def _run(self) -> None:
         while not self._done():
             self._survive(self._step)
