@@ -25,10 +25,16 @@ ROUNDS_IN_CI = 16
 def write(homes: list[str], seed: int, ready: Connection) -> None:
     """Open the store and use it until somebody kills the process; now and then close it and open it again."""
     rng = random.Random(seed)
-    ready.send(True)
+    ready.send("before the store is opened")
+    stored = False
     while True:
         store = open_store(*map(Path, homes), max_size=MAX_SIZE, fsync=rng.choice(["none", "none", "batch"]))
         spaces = [store.attach(namespace(model)) for model in "ab"]
+        if not stored:
+            put(store, spaces[0], *range(rng.randint(1, 30)))
+            store.drain(20)
+            ready.send("with something stored")
+            stored = True
         for _ in range(rng.randint(1, 60)):
             ns, start = rng.choice(spaces), rng.randrange(PAGES)
             pages = range(start, min(PAGES, start + rng.randint(1, 30)))
@@ -55,9 +61,8 @@ def crash(homes: list[Path], rng: random.Random) -> None:
         writer.start()
     try:
         for writer, (receiver, sender) in zip(writers, pipes, strict=True):
-            assert receiver.recv()
-            receiver.close()
-            sender.close()
+            for _ in range(rng.choice([1, 2, 2])):
+                receiver.recv()
             time.sleep(rng.choice([0.02, 0.2, 0.6]) * rng.random())
             assert writer.pid
             os.kill(writer.pid, signal.SIGKILL)
@@ -65,6 +70,9 @@ def crash(homes: list[Path], rng: random.Random) -> None:
         for writer in writers:
             writer.kill()
             writer.join()
+        for pipe in pipes:
+            pipe[0].close()
+            pipe[1].close()
 
 
 def check(homes: list[Path]) -> tuple[float, int]:
