@@ -57,11 +57,13 @@ def crash(homes: list[Path], rng: random.Random) -> None:
     names = [str(home) for home in homes]
     pipes = [context.Pipe(duplex=False) for _ in range(rng.randint(1, 3))]
     writers = [context.Process(target=write, args=(names, rng.getrandbits(32), sender)) for _, sender in pipes]
-    for writer in writers:
+    for writer, (_, sender) in zip(writers, pipes, strict=True):
         writer.start()
+        sender.close()
     try:
-        for writer, (receiver, sender) in zip(writers, pipes, strict=True):
+        for writer, (receiver, _) in zip(writers, pipes, strict=True):
             for _ in range(rng.choice([1, 2, 2])):
+                assert receiver.poll(60)
                 receiver.recv()
             time.sleep(rng.choice([0.02, 0.2, 0.6]) * rng.random())
             assert writer.pid
@@ -70,9 +72,8 @@ def crash(homes: list[Path], rng: random.Random) -> None:
         for writer in writers:
             writer.kill()
             writer.join()
-        for pipe in pipes:
-            pipe[0].close()
-            pipe[1].close()
+        for receiver, _ in pipes:
+            receiver.close()
 
 
 def check(homes: list[Path]) -> tuple[float, int]:
