@@ -106,6 +106,17 @@ def test_what_was_published_is_found_in_the_order_of_the_keys(index: Index, spac
     assert found.records.dtype == RECORD_DTYPE
 
 
+def test_many_keys_come_back_in_the_order_they_were_asked_in(index: Index, space: int) -> None:
+    index.add_segment(space, (0,), GROUP, 2000, Stripe.TENSOR)
+    keys, records = _stored(index, space, 1500)
+    split = np.frombuffer(keys, np.uint8).reshape(-1, KEY_SIZE)
+    order = np.random.default_rng(2).integers(0, 1500, 3000)  # with repetitions
+    asked = np.concatenate([split[order], np.frombuffer(_keys(100), np.uint8).reshape(-1, KEY_SIZE)])
+    found = index.lookup(space, asked.tobytes()).records
+    assert (found[:3000] == records[order]).all()
+    assert (found["slot"][3000:] == NO_SLOT).all()
+
+
 def test_no_keys_no_records(index: Index, space: int) -> None:
     assert len(index.lookup(space, b"").records) == 0
     assert len(index.publish("me", space, b"", _records(np.empty(0, np.int64)))) == 0

@@ -18,7 +18,7 @@ from tutti_sglang.store.filesystem import refuse_network
 FAILURES = (sqlite3.Error, UnicodeDecodeError)
 """What a statement on a damaged database raises: SQLite quotes names from the file as they are."""
 
-_IDLE_READERS = 16
+_IDLE_READERS = 4
 _REMEDY = "If it does not go away, stop all servers of this store and remove index.db*: the store starts empty"
 
 

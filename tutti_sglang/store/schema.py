@@ -17,7 +17,7 @@ WRITE_TIMEOUT = 1.0
 """Seconds a writer waits for another one."""
 
 _OPEN_TIMEOUT = 5.0
-_CACHE_KIB = 16 << 10
+_CACHE_KIB = 32 << 10
 _OLDEST_SQLITE = (3, 35, 0)
 
 # A slot of a segment is in exactly one of: the bits of `free`, `leased`, `objects`, `settling`. The triggers keep it
