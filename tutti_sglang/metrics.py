@@ -5,7 +5,8 @@ from functools import cache
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "tutti_hit_objects": ("Objects that a lookup found", ("tier",)),
+    "tutti_lookup_objects": ("Objects that were looked up", ("outcome",)),
+    "tutti_hit_objects": ("Objects that were delivered", ("tier",)),
     "tutti_missed_objects": ("Objects that were asked for and not delivered", ("reason",)),
     "tutti_put_objects": ("Objects offered to the store", ("outcome",)),
     "tutti_evicted_objects": ("Objects removed to make room", ()),

@@ -94,6 +94,19 @@ def test_found_and_lost_add_up_with_a_reason_for_each_page(disk: Path) -> None:
     store.close()
 
 
+def test_what_the_store_has_is_told_from_what_was_taken_of_it(disk: Path) -> None:
+    """B88: elsewhere a hit that the host pool was too small for looked like a partial hit of the store."""
+    store = open_store(disk)
+    ns = store.attach(namespace())
+    store_pages(store, ns, *range(10))
+    assert lookup(store, ns, *range(12)) == [True] * 10 + [False] * 2
+    assert get(store, ns, *range(3)) == [True] * 3
+    assert value(store, "tutti_lookup_objects", outcome="found") == 10
+    assert value(store, "tutti_lookup_objects", outcome="absent") == 2
+    assert value(store, "tutti_hit_objects") == 3
+    close_good(store)
+
+
 def _counters(store: Any) -> dict[tuple[str, tuple[str, ...]], float]:
     counters = store._parts.metrics._counters.values()
     samples = [sample for counter in counters for family in counter.collect() for sample in family.samples]

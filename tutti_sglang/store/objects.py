@@ -117,7 +117,11 @@ class ObjectStore:
         def act() -> Flags:
             space = self._parts.spaces[ns]
             accepted = self._parts.accepted.contains(ns, split(keys)) if len(self._parts.accepted) else False
-            return accepted | look(self._parts, space, keys).claimed
+            found = accepted | look(self._parts, space, keys).claimed
+            there = int(found.sum())
+            self._parts.metrics.add("tutti_lookup_objects", there, outcome="found")
+            self._parts.metrics.add("tutti_lookup_objects", len(found) - there, outcome="absent")
+            return found
 
         return self._guard("lookup", act, np.zeros(count(keys), dtype=np.bool_))
 
