@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -121,6 +122,28 @@ def test_what_was_computed_survives_flush_kill_and_restart_byte_for_byte(servers
     for line in metrics.splitlines():
         if line.startswith("tutti_call_errors_total"):
             assert float(line.split()[-1]) == 0, line
+
+
+def test_pages_that_a_disk_spoiled_are_computed_again(servers: Servers, world: World) -> None:
+    server = servers.get(world.launch("--enable-metrics"))
+    first = server.generate(PROMPT)
+    world.wait_for_objects(first.prompt_tokens // 64)
+    server.flush()
+    for file in (world.store / "segments").glob("*.seg"):
+        with open(file, "r+b", buffering=0) as handle:
+            for at in range(0, file.stat().st_size, 48 << 10):
+                byte = os.pread(handle.fileno(), 1, at)
+                os.pwrite(handle.fileno(), bytes([byte[0] ^ 1]), at)
+    world.drop_page_cache()
+    again = server.generate(PROMPT)
+    assert again.tokens == first.tokens
+    assert again.storage < first.prompt_tokens // 64 * 64 - 64, "nothing was spoiled"
+    spoiled = re.search(r'tutti_missed_objects_total{reason="checksum"} (\S+)', server.call("/metrics"))
+    assert spoiled
+    assert float(spoiled[1]) > 0
+    world.wait_for_objects(first.prompt_tokens // 64)
+    server.flush()
+    _from_storage(server.generate(PROMPT), first)
 
 
 def test_other_weights_saved_over_the_same_path_find_nothing(servers: Servers, world: World) -> None:
