@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.store.index_kit import GROUP, NAMESPACE, SLOTS, open_index
+from tutti_sglang.geometry import Stripe
+from tutti_sglang.store.index import Index
+
 
 @pytest.fixture
 def disk() -> Iterator[Path]:
@@ -14,3 +18,19 @@ def disk() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="tutti-", dir="/var/tmp"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    """A new one."""
+    opened = open_index(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def space(index: Index) -> int:
+    """A namespace of it with one segment."""
+    number = index.namespace_id(NAMESPACE)
+    index.add_segment(number, (0, 1), GROUP, SLOTS, Stripe.TENSOR)
+    return number

@@ -14,6 +14,7 @@ from tutti_sglang.errors import StoreError
 from tutti_sglang.metrics import Metrics, process_metrics
 from tutti_sglang.store import schema
 from tutti_sglang.store.filesystem import refuse_network
+from tutti_sglang.units import format_size
 
 FAILURES = (sqlite3.Error, UnicodeDecodeError)
 """What a statement on a damaged database raises: SQLite quotes names from the file as they are."""
@@ -72,6 +73,7 @@ class Database:
         """The writer's connection; each statement commits by itself."""
         self._check_process()
         with self._write_lock, self._explained(operation):
+            self._check_log()
             yield self._writer
 
     @contextlib.contextmanager
@@ -116,6 +118,22 @@ class Database:
             busy = "locked" in str(error) or "busy" in str(error)
             hint = "Another process is writing; find one that is stopped with: ps -eo pid,stat,cmd" if busy else _REMEDY
             raise StoreError(f"The index {self.path} failed at {operation} ({error})", hint) from error
+
+    def _check_log(self) -> None:
+        """A process that was stopped in the middle of a read keeps the log from being used again: rather than fill the
+        disk, nothing is written."""
+        try:
+            size = os.stat(f"{self.path}-wal").st_size
+        except FileNotFoundError:
+            return
+        if size > schema.WAL_MAX:
+            _, frames, moved = self._writer.execute("pragma wal_checkpoint(passive)").fetchone()
+            if moved < frames:
+                self._metrics.add("tutti_index_errors", op="checkpoint")
+                raise StoreError(
+                    f"The log of the index {self.path} has grown to {format_size(size)}, because a reader does not end",
+                    "Find a process that is stopped with: ps -eo pid,stat,cmd | grep ' T'",
+                )
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -16,6 +16,9 @@ READ_TIMEOUT = 0.1
 WRITE_TIMEOUT = 1.0
 """Seconds a writer waits for another one."""
 
+WAL_MAX = 256 << 20
+"""Bytes to which the write-ahead log may grow while a stopped reader keeps it from being used again."""
+
 _OPEN_TIMEOUT = 5.0
 _CACHE_KIB = 32 << 10
 _OLDEST_SQLITE = (3, 35, 0)
@@ -118,6 +121,7 @@ def connect(path: Path, timeout: float) -> sqlite3.Connection:
     connection.execute("pragma mmap_size = 0")
     connection.execute(f"pragma cache_size = -{_CACHE_KIB}")
     connection.execute("pragma synchronous = normal")
+    connection.execute(f"pragma journal_size_limit = {WAL_MAX // 2}")
     connection.execute("pragma trusted_schema = off")
     return connection
 
