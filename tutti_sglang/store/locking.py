@@ -23,6 +23,7 @@ def store_lock(index_dir: int, timeout: float) -> Iterator[bool]:
     try:
         yield _take(fd, time.monotonic() + timeout)
     finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a child that was forked meanwhile has it open too
         os.close(fd)
 
 
