@@ -51,8 +51,11 @@ class Doubts:
         return ~np.array(doubted, dtype=np.bool_)
 
     def condemned(self) -> dict[int, tuple[list[bytes], Slots]]:
-        """Namespace → keys and slots that are to be deleted; report with `settled`."""
+        """Namespace → keys and slots that are to be deleted; report with `settled`. Forgets what was hidden for long."""
+        now = time.monotonic()
         with self._lock:
+            for name in [name for name, until in self._hidden.items() if until <= now]:
+                del self._hidden[name]
             entries = list(self._condemned.items())
         out: dict[int, tuple[list[bytes], list[int]]] = {}
         for (namespace, key), slot in entries:
