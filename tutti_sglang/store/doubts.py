@@ -51,7 +51,7 @@ class Doubts:
         return ~np.array(doubted, dtype=np.bool_)
 
     def condemned(self) -> dict[int, tuple[list[bytes], Slots]]:
-        """Namespace → keys and slots that are to be deleted; report with `settled`. Forgets what was hidden for long."""
+        """Namespace → keys and slots that are to be deleted; report with `settled`. Ends what was hidden for long."""
         now = time.monotonic()
         with self._lock:
             for name in [name for name, until in self._hidden.items() if until <= now]:
