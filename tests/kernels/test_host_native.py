@@ -58,7 +58,7 @@ def built(folder: Path, sources: list[str], sanitizer: str) -> Path:
 
 def clean(*command: object) -> None:
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
 def test_blocks_equal_the_definition_and_stay_in_their_rows(tmp_path):
