@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import serving, storage_summary
+from benchmarks import eviction, index, serving, storage_summary
 from benchmarks.report import Figures, Report
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -15,6 +15,8 @@ TABLES: dict[str, Callable[[Report], Iterable[Figures]]] = {
     "storage": lambda run: storage_summary.tables(storage_summary.summarise(run.rows)),
     "chat": lambda run: [serving.figures("chat", serving.summarise(run.rows))],
     "long_context": lambda run: [serving.figures("long_context", serving.summarise(run.rows))],
+    "index": lambda run: [index.figures(index.summarise(run.rows))],
+    "eviction": lambda run: eviction.tables(run.rows),
 }
 _BLOCK = re.compile(r"(<!-- results of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

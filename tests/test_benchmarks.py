@@ -207,6 +207,24 @@ def test_a_page_is_made_from_the_rounds(tmp_path: Path) -> None:
     assert made.endswith("b\n<!-- results of chat -->\nNot recorded yet.\n<!-- end -->\n")
 
 
+def test_the_index_is_measured_idle_and_busy(tmp_path: Path) -> None:
+    sizes = ["--objects", "3000", "--repeat", "2", "--directory", str(tmp_path)]
+    run = _run("index", *sizes, json=tmp_path / "run.json")
+    found = {(row["what"], row["beside"]) for row in run.rows}
+    assert {("open", "idle"), ("lookup run", "busy"), ("publish", "busy"), ("size", "idle")} <= found
+    assert all(row["round"] in (0, 1) for row in run.rows)
+    assert not list(tmp_path.glob("tutti-bench-*")), "a scratch index was left"
+
+
+def test_eviction_is_judged_on_every_trace(tmp_path: Path) -> None:
+    run = _run("eviction", "--share", "0.02", "--capacities", "0.3", json=tmp_path / "run.json")
+    rates = {(row["trace"], row["policy"]): row["hit_rate"] for row in run.rows}
+    assert {trace for trace, _ in rates} == {
+        name + scan for name in ("chat", "documents", "mooncake") for scan in ("", " + scan")
+    }
+    assert all(rate <= rates[trace, "optimum"] for (trace, _), rate in rates.items())
+
+
 @pytest.mark.server
 def test_long_prompts_come_back_from_storage_after_flush_and_restart(tmp_path: Path) -> None:
     sizes = ["--tokens", "512", "--prompts", "1", "--output", "2", "--tiers", "with", "--directory", str(tmp_path)]
