@@ -49,6 +49,14 @@ def _in_a_process(case: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, said_there
 
 
+def _run(code: str) -> None:
+    """Run `code` in a new interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def _register() -> None:
     plugin.register()
     HookRegistry.apply_hooks()
@@ -100,13 +108,17 @@ def test_register_never_raises_and_says_why() -> None:
 
 
 def test_a_dynamic_backend_hooks_a_scheduler_that_loads_no_plugins() -> None:
-    def case() -> None:
+    # A process of its own: in this one a dynamic backend of another test may have hooked the scheduler already.
+    code = """
+        import sglang.srt.managers.scheduler
+        from tutti_sglang.integration import hooks
+
         assert set(hooks.missing()) == {hook.target for hook in hooks.HOOKS}
         hooks.ensure()
         hooks.ensure()
         assert hooks.missing() == []
-
-    _in_a_process(case)
+    """
+    _run(code)
 
 
 def test_other_processes_do_not_pay_for_the_schedulers_hooks() -> None:
@@ -123,7 +135,4 @@ def test_other_processes_do_not_pay_for_the_schedulers_hooks() -> None:
         assert not {name for name in new if name.startswith(("sglang.srt.mem_cache", "sglang.srt.managers", "torch"))}
         assert "tutti_sglang.integration.hooks" not in sys.modules
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    _run(code)
