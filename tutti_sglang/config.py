@@ -48,7 +48,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     segment_size: int = 256 << 20
     stripe: Stripe = Stripe.TENSOR
     engine: Literal["auto", "uring", "threads", "gio"] = "auto"
-    queue_depth: int = 32
+    queue_depth: int = 64
     max_io: int = 1 << 20
     direct_io: Literal["auto", "required", "off"] = "auto"
     fsync: Literal["none", "batch", "each"] = "none"
