@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.store.index_kit import EVER, GROUP, NAMESPACE, OTHER, SLOTS, check, new_keys, new_records, open_index, stored
 from tutti_sglang.errors import StoreError
 from tutti_sglang.geometry import Stripe
+from tutti_sglang.store import allocation
 from tutti_sglang.store.index import KEY_SIZE, Index
 from tutti_sglang.store.slots import NO_SLOT, slots_of
 
@@ -32,6 +33,19 @@ def test_a_freed_slot_is_not_leased_before_its_epoch_has_passed(index: Index, sp
     assert len(index.lease("you", space, 1, before)) == 0
     assert index.free_slots(space) == 1
     assert slots_of(index.lease("you", space, 1, index.epoch())).tolist() == records["slot"][:1].tolist()
+    check(index)
+
+
+def test_freed_slots_settle_in_pieces_without_a_lease(
+    index: Index, space: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocation, "_DUE", allocation._DUE.replace(str(allocation._SETTLE_MAX), "40"))
+    stored(index, space, SLOTS)
+    before = index.epoch()
+    index.clear(space)
+    assert index.settle(before) == 0
+    assert [index.settle(index.epoch()) for _ in range(3)] == [40, SLOTS - 40, 0]
+    assert index.usage(space).free == SLOTS
     check(index)
 
 

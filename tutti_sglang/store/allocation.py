@@ -15,7 +15,7 @@ from tutti_sglang.store.database import Database, json_list
 from tutti_sglang.store.slots import Ranges, Slots
 
 _SEGMENTS_PER_LEASE = 64
-_SETTLE_MAX = 1 << 16
+_SETTLE_MAX = 1 << 14
 
 _BITS = """
     select group_concat(segment || ' ' || group_size || ' ' || slots || ' ' || hex(bits))
@@ -157,6 +157,12 @@ class Allocation(Database):
             connection.execute("insert into leased select value, ?1 from json_each(?2)", (owner, json_list(slots)))
         return numbering.ranges_of(slots)
 
+    def settle(self, oldest_epoch: int) -> int:
+        """Make slots free that nobody can be reading any more, some thousands at once; how many they were. `lease` does
+        so too. StoreError."""
+        with self._transaction("settle") as connection:
+            return _settle(connection, oldest_epoch)
+
     def give_back(self, owner: str, slots: Slots) -> int:
         """Free slots that `owner` leased and did not publish; how many they were. StoreError."""
         with self._write("give_back") as connection:
@@ -196,18 +202,19 @@ def _first_gap(taken: list[tuple[int, int]], size: int) -> int:
     return end
 
 
-def _settle(connection: Connection, oldest_epoch: int) -> None:
+def _settle(connection: Connection, oldest_epoch: int) -> int:
     """Slots freed at or before `oldest_epoch` can be read by nobody any more: they become free."""
     (text,) = connection.execute(_DUE, (oldest_epoch,)).fetchone()
     if not text:
-        return
+        return 0
     slots = np.fromstring(text, dtype=np.int64, sep=",")
     segments = numbering.segments_of(slots)
     changed = _load(connection, _NAMED, json_list(np.unique(segments)))
     for bits in changed:
         bits.free[numbering.numbers_of(slots[segments == bits.segment])] = True
     _store(connection, changed)
-    connection.execute("delete from settling where slot in (select value from json_each(?))", (json_list(slots),))
+    query = "delete from settling where slot in (select value from json_each(?))"
+    return connection.execute(query, (json_list(slots),)).rowcount
 
 
 def _load(connection: Connection, query: str, *values: Any) -> list[_Bits]:

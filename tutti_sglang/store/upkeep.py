@@ -39,6 +39,7 @@ class Upkeep:
         duties: list[Callable[[], object]] = [self._notice_deletion, self._revival.tick]
         if not self._parts.gone.is_set():
             duties += [self._publisher.clean, self._room.settle, self._room.rest, self._drop_lost, self._count]
+            duties += [self._settle] if self.usage.settling else []
             if time.monotonic() >= self._next_slow:
                 self._next_slow = time.monotonic() + SLOW_SECONDS
                 duties += [self.reclaim, self._parts.segments.refresh, self._make_space, self._evictor.trim]
@@ -88,6 +89,11 @@ class Upkeep:
             if gone is not None:
                 self._next_shrink = time.monotonic() + SHRINK_SECONDS
                 self._parts.reporter.warn("yield", f"A disk is nearly full: {gone} objects made way (min_free_space)")
+
+    def _settle(self) -> None:
+        """Evicted and cleared slots come free even if nobody asks for slots."""
+        index = self._parts.index
+        index.settle(self._parts.owners.oldest_epoch(index.epoch(), self._parts.config.grace_seconds))
 
     def _count(self) -> None:
         """Figures for `stats` and gauges."""
