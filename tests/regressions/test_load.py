@@ -101,17 +101,17 @@ def test_nothing_of_a_call_is_kept(opened: Callable[..., Any]) -> None:
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
-    rounds(30)
+    rounds(15)
     tracemalloc.start()
     rounds(5)
     growth = []
     for _ in range(3):  # what other threads allocate meanwhile is in one window; a leak is in all of them
         before = kept()
-        last = rounds(60)
+        last = rounds(20)
         growth.append(kept() - before)
     tracemalloc.stop()
     assert last() is None
-    assert min(growth) < 60 * 1024, f"more than a KiB stays of each round: {growth}"
+    assert min(growth) < 20 * 1024, f"more than a KiB stays of each round: {growth}"
 
 
 def test_hidden_and_condemned_objects_are_bounded(disk: Path) -> None:
