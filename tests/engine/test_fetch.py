@@ -165,3 +165,27 @@ def test_a_closed_engine_is_an_error(rig, start):
     assert engine.close(PATIENCE)
     with pytest.raises(EngineError, match="closed"):
         fetch(engine, request_for(rig, Region(TENSORS * 3 * BLOCK), [1], 1))
+
+
+def test_an_engine_that_is_closed_meanwhile_still_ends_what_is_under_way(rig, monkeypatch):
+    plan = FaultPlan({Fault.STALL: EVERY_BLOCK})
+    engine = ThreadsEngine(SEGMENT, 4, 64 << 10, FaultySystem(plan))
+    rig.attach(engine)
+    submit, calls = engine.submit, []
+
+    def closing(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise EngineError("The I/O engine is closed")
+        return submit(*args)
+
+    monkeypatch.setattr(engine, "submit", closing)
+    rows = Region(10 * TENSORS * 3 * BLOCK)
+    fetched = fetch(engine, request_for(rig, rows, [2] * 5, 4, deadline=time.monotonic() + 0.2))
+    assert not fetched.copied.any()
+    assert len(fetched.open) == 2, "the memory of these two belongs to the drive"
+    assert (fetched.results[4 * TENSORS :] == -errno.ETIMEDOUT).all()
+    plan.gate.open()
+    assert engine.close(PATIENCE)
+    with pytest.raises(EngineError):
+        fetch(engine, request_for(rig, rows, [2], 1))

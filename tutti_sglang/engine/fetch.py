@@ -16,6 +16,7 @@ from tutti_sglang import checksum, memory
 from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.base import Engine
 from tutti_sglang.engine.batch import IN_PROGRESS, Batch, IoClass, Results, Ticket
+from tutti_sglang.errors import EngineError
 from tutti_sglang.memory import Addresses
 
 Places = npt.NDArray[np.uint32]
@@ -88,7 +89,13 @@ class _Loop:
         flying: deque[tuple[int, Ticket]] = deque()
         while pieces or flying:
             while pieces and len(flying) + len(self._open) < self._request.lanes and self._in_time():
-                flying.append((pieces[0], self._start(pieces.popleft())))
+                try:
+                    flying.append((pieces[0], self._start(pieces[0])))
+                    pieces.popleft()
+                except EngineError:  # closed meanwhile: what is under way has to end before anybody gets its memory
+                    if not (flying or self._open):
+                        raise
+                    pieces.clear()
             if not flying:
                 break
             self._finish(*flying.popleft())
