@@ -59,13 +59,11 @@ class Growth:
                 number = self._parts.index.add_segment(
                     space.id, geometry.cycle, geometry.group, geometry.slots, geometry.stripe
                 )
-                for drive, name in drafts.items():
-                    place = self._parts.drives[drive].segments
-                    os.rename(name, file_name(number), src_dir_fd=place, dst_dir_fd=place)
+                complete = self._name(drafts, number)
             finally:
                 self._remove(drafts)
             self._segments.refresh()
-            return True
+            return complete
 
     def full(self, space: Space) -> bool:
         """Whether there is no room for one more segment of the namespace, as of the last refresh."""
@@ -188,6 +186,19 @@ class Growth:
             os.fsync(fd)  # size and extents: data that is synced later must not need them any more after a power cut
         finally:
             os.close(fd)
+
+    def _name(self, drafts: dict[int, str], number: int) -> bool:
+        """Give the files of a recorded segment their names. False when a drive refuses: then the segment goes at once,
+        before many of its slots are leased in vain."""
+        for drive, name in drafts.items():
+            place = self._parts.drives[drive].segments
+            try:
+                os.rename(name, file_name(number), src_dir_fd=place, dst_dir_fd=place)
+            except OSError as error:
+                self._parts.ledger.refused(drive, "create", error)
+                self._drop(number)
+                return False
+        return True
 
     def _remove(self, names: dict[int, str]) -> None:
         for drive, name in names.items():
