@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.store.kit import SLOTS, close_good, eventually, get, namespace, open_store, put, segment_files, value
+from tests.store.kit import close_good, eventually, get, namespace, open_store, put, segment_files, value
 from tutti_sglang.store import health, writer
 
 
@@ -27,15 +27,15 @@ def test_a_segment_whose_file_a_drive_will_not_name_is_given_up_at_once(
         rename(*args, **kwargs)
 
     monkeypatch.setattr(os, "rename", refuse_the_second)
-    assert all(put(store, ns, *range(SLOTS)))
+    assert all(put(store, ns, *range(10)))
     assert store.drain(8)
     assert value(store, "tutti_io_errors", op="create", kind="EIO") == 1
-    assert value(store, "tutti_put_objects", outcome="dropped") == SLOTS
+    assert value(store, "tutti_put_objects", outcome="dropped") == 10
     assert not store._parts.index.segments()
     assert not segment_files(disk / "a")
     assert not segment_files(disk / "b")
-    assert all(put(store, ns, *range(SLOTS)))
+    assert all(put(store, ns, *range(10)))
     assert store.drain(8)
-    assert all(get(store, ns, *range(SLOTS)))
+    assert all(get(store, ns, *range(10)))
     assert eventually(lambda: store.stats().drives_in_service == 2)
     close_good(store)
