@@ -1,5 +1,6 @@
 """A full store makes room: what is used stays, namespaces share, budgets hold."""
 
+import os
 import time
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.store.kit import MIB, SLOTS, close_good, eventually, get, lookup, namespace, open_store, put, value
 from tutti_sglang.store import ObjectStore, eviction
+from tutti_sglang.store.locking import store_lock
 
 
 def _put(store: ObjectStore, ns: int, start: int, count: int) -> None:
@@ -90,6 +92,21 @@ def test_a_store_of_one_segment_serves_whoever_writes(disk: Path) -> None:
         ns = store.attach(namespace(model))
         _put(store, ns, 0, 16)
         assert all(get(store, ns, *range(16)))
+    close_good(store)
+
+
+def test_a_full_store_goes_on_while_a_stopped_process_holds_its_lock(disk: Path) -> None:
+    store = open_store(disk, max_size=2 * MIB)
+    ns = store.attach(namespace())
+    _put(store, ns, 0, 4 * SLOTS)
+    directory = os.open(disk, os.O_RDONLY)
+    with store_lock(directory, 0) as held:
+        assert held
+        for start in range(1000, 1048, 16):
+            put(store, ns, *range(start, start + 16))
+            assert store.drain(30)
+        assert all(get(store, ns, *range(1000, 1048)))
+    os.close(directory)
     close_good(store)
 
 

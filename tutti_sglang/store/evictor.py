@@ -23,9 +23,9 @@ class Evictor:
 
     def make_room(self, space: Space, missing: int, keep: Collection[int]) -> int:
         """Make room for about `missing` objects of the namespace; how many slots become free, now or when their readers
-        have left them; 0 while the store may have room, and somebody holds its lock. Segments to `keep` are about to be
-        written to. StoreError."""
-        if self._growth.locked_out:
+        have left them; 0 while the store may have room, and somebody holds its lock: in a full one objects need no lock
+        to go, however long a process is stopped with it. Segments to `keep` are about to be written to. StoreError."""
+        if self._growth.locked_out and not self._growth.full(space):
             return 0
         segments = self._parts.segments
         rows = [row for row in segments.rows() if segments.writable(row.id)]
