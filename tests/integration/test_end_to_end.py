@@ -30,7 +30,8 @@ STORE_SECONDS = 60.0
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 PROMPT = TEXT * 8
 ADMIN = ("--admin-api-key", KEY)
-SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
+SERVE = ("-c", "from sglang.cli.main import main; main()", "serve")
+"""What the `sglang serve` script runs, wherever pip has put it."""
 
 
 def extra(store: Path, **more: Any) -> dict[str, Any]:

@@ -144,7 +144,8 @@ def test_what_the_launcher_prints_can_be_typed_and_ctrl_c_ends_everything(
         cached = second["sglext"]["cached_tokens_details"]
         assert cached["storage"] >= 1024
         assert second["choices"][0]["message"] == first["choices"][0]["message"]
-        output.wait_for(rf"^tutti: 1 request, \d+ prompt tokens: {cached['storage']} from storage", 60)
+        # A fast machine answers both before the launcher looks once.
+        output.wait_for(rf"^tutti: [12] requests?, \d+ prompt tokens: {cached['storage']} from storage", 60)
         group = _descendants(process.pid)
         assert len(group) >= 3
         process.send_signal(signal.SIGINT)
