@@ -1,12 +1,9 @@
 """Tensor-Stripe: where tensor `t` of slot `s` of a segment lies. Pure arithmetic on integers and numpy arrays.
 
 A segment is cut into groups of G slots; equal tensors of a group lie side by side, so that one tensor of a run of
-pages is one I/O.
-With C positions in the segment's cycle, tensor `t` of group `g` lies at position `(g + t) mod C`, whole (paper §4.1,
-Tensor-Stripe). Over
-C consecutive groups each position therefore holds every tensor exactly once: a period, of the same size everywhere,
-which makes
-offsets dense by one table of C × T entries.
+pages is one I/O. With C positions in the segment's cycle, tensor `t` of group `g` lies at position `(g + t) mod C`,
+whole (paper §4.1, Tensor-Stripe). Over C consecutive groups each position therefore holds every tensor exactly once:
+a period, of the same size everywhere, which makes offsets dense by one table of C × T entries.
 """
 
 import enum

@@ -117,10 +117,9 @@ def donor(shares: Sequence[Share], taker: int, segment: int) -> int | None:
     """The namespace that gives a segment to `taker`, which needs room in a full store; None: it evicts its own objects.
 
     `segment`: bytes that move. The fair share is the store divided by the namespaces in use. Up to half of it a taker
-    is given room by whoever keeps the whole of it; beyond, only by one whose room brings less than half as many hits as
-    the taker's and that keeps half of it. One that nobody uses gives all, and who
-    has nothing gets a segment from anybody. The least dense gives first. Heats that stay, and the segments come to
-    rest.
+    is given room by whoever keeps the whole of it; beyond, only by one whose room brings less than half as many hits
+    as the taker's and that keeps half of it. One that nobody uses gives all, and who has nothing gets a segment from
+    anybody. The least dense gives first. Heats that stay, and the segments come to rest.
     """
     me = next((share for share in shares if share.namespace == taker), Share(taker, 0))
     others = [share for share in shares if share.namespace != taker and share.size >= segment]
