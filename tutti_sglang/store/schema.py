@@ -20,7 +20,7 @@ WAL_MAX = 256 << 20
 """Bytes to which the write-ahead log may grow while a stopped reader keeps it from being used again."""
 
 _OPEN_TIMEOUT = 5.0
-_CACHE_KIB = 32 << 10
+_CACHE_KIB = 16 << 10  # of each connection; every commit of anybody empties it, which takes longer the more it holds
 _OLDEST_SQLITE = (3, 35, 0)
 
 # A slot of a segment is in exactly one of: the bits of `free`, `leased`, `objects`, `settling`. The triggers keep it
