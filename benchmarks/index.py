@@ -86,28 +86,32 @@ class Bench:
     def measure(self, repeat: int) -> list[Row]:
         """A row per measurement, `repeat` of each, interleaved; and one for the size."""
         rows: list[Row] = [{"what": "size", "keys": 0, "beside": "idle", "round": 0, "bytes_per_object": self._size()}]
-        for turn in range(repeat):
-            for beside, company in (("idle", _idle), ("busy", _busy)):
-                with company():
-                    for what, count, prepare in report.rotated(self._acts(), turn):
-                        act = prepare()
-                        before = time.perf_counter()
-                        act()
-                        seconds = time.perf_counter() - before
-                        rows.append({"what": what, "keys": count, "beside": beside, "round": turn, "seconds": seconds})
+        for acts in (self._reading(), self._writing()):  # a commit empties the caches of readers: that is told apart
+            for turn in range(-1, repeat):
+                for beside, company in (("idle", _idle), ("busy", _busy)):
+                    with company():
+                        for what, count, prepare in report.rotated(acts, max(0, turn)):
+                            line = {"what": what, "keys": count, "beside": beside, "round": turn}
+                            rows.append(line | {"seconds": _seconds(prepare())})
         self._index.close()
-        return rows
+        return [row for row in rows if row["round"] >= 0]  # the first one warms up
 
-    def _acts(self) -> list[tuple[str, int, Callable[[], Act]]]:
+    def _reading(self) -> list[tuple[str, int, Callable[[], Act]]]:
         """What is timed: each is prepared anew before its clock starts."""
-        few, many = (min(count, len(self._keys) // 2) for count in (128, 8192))
+        few, many = self._counts()
         return [
             ("open", 0, lambda: self._open),
             *(("lookup run", count, partial(self._run, count)) for count in (few, many)),
             *(("lookup scattered", count, partial(self._scattered, count)) for count in (few, many)),
             *(("lookup absent", count, partial(self._absent, count)) for count in (few, many)),
-            ("publish", few, partial(self._new, few)),
         ]
+
+    def _writing(self) -> list[tuple[str, int, Callable[[], Act]]]:
+        few, _ = self._counts()
+        return [("publish", few, partial(self._new, few)), ("lookup after a commit", few, partial(self._run, few))]
+
+    def _counts(self) -> tuple[int, int]:
+        return min(128, len(self._keys) // 2), min(8192, len(self._keys) // 2)
 
     def _run(self, count: int) -> Act:
         start = int(self._random.integers(len(self._keys) - count))
@@ -157,6 +161,12 @@ class Bench:
     def _size(self) -> float:
         self._index._writer.execute("pragma wal_checkpoint(truncate)")
         return self._path.stat().st_size / len(self._keys)
+
+
+def _seconds(act: Act) -> float:
+    before = time.perf_counter()
+    act()
+    return time.perf_counter() - before
 
 
 @contextmanager
