@@ -30,6 +30,11 @@ class Stripe(enum.StrEnum):
     OBJECT = "object"
 
 
+def padded(tensors: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """(T,) bytes each tensor occupies, in staging and on a drive: its size rounded up to ALIGNMENT."""
+    return np.array([align_up(size, ALIGNMENT) for size in tensors], dtype=np.int64)
+
+
 def group_size(tensors: tuple[int, ...]) -> int:
     """The smallest power of two G for which G equal tensors (the largest of the object) reach GROUP_TARGET bytes."""
     largest = align_up(max(tensors), ALIGNMENT)
@@ -53,7 +58,7 @@ class Geometry:
     @cached_property
     def strides(self) -> npt.NDArray[np.int64]:
         """(T,) bytes each tensor occupies on disk: its size rounded up to ALIGNMENT."""
-        return np.array([align_up(size, ALIGNMENT) for size in self.tensors], dtype=np.int64)
+        return padded(self.tensors)
 
     @cached_property
     def object_size(self) -> int:

@@ -6,8 +6,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang.geometry import ALIGNMENT
-from tutti_sglang.units import align_up
+from tutti_sglang.geometry import padded
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Space:
     @cached_property
     def strides(self) -> npt.NDArray[np.int64]:
         """(T,) bytes each tensor occupies in staging and on a drive."""
-        return np.array([align_up(size, ALIGNMENT) for size in self.tensors], dtype=np.int64)
+        return padded(self.tensors)
 
     @cached_property
     def object_size(self) -> int:
