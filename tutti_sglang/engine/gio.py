@@ -6,7 +6,6 @@ Works with any drive and needs no privilege. It is what the protocol is tried wi
 
 import ctypes
 import errno
-import os
 import threading
 import time
 from typing import Any
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Results, Ticket
 from tutti_sglang.engine.gio_drive import GioDrive, GioJob, Options
+from tutti_sglang.engine.home import Home
 from tutti_sglang.engine.transfers import malformed
 from tutti_sglang.errors import EngineError
 from tutti_sglang.gio import abi
@@ -57,11 +57,11 @@ class GioEngine:
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = self._ended = False
-        self._pid = os.getpid()
+        self._home = Home()
 
     def attach(self, drive: int, segment: int, fd: int) -> None:
         """As Engine.attach; the first file of a drive starts its threads."""
-        self._check_process()
+        self._home.check()
         with self._lock:
             self._check_open()
             if self._thread is None:
@@ -74,7 +74,7 @@ class GioEngine:
 
     def detach(self, drive: int, segment: int, timeout: float = 5.0) -> bool:
         """As Engine.detach."""
-        self._check_process()
+        self._home.check()
         until = time.monotonic() + timeout
         with self._lock:
             place = None if self._ended else self._drives.get(drive)
@@ -95,7 +95,7 @@ class GioEngine:
 
     def submit(self, batch: Batch, klass: IoClass, deadline: float, hold: Any = None) -> Ticket:
         """As Engine.submit."""
-        self._check_process()
+        self._home.check()
         assert batch.dtype == IOCTX_DTYPE
         assert batch.ndim == 1
         job = GioJob(batch.copy(), deadline, hold)
@@ -118,7 +118,7 @@ class GioEngine:
 
     def wait(self, ticket: Ticket, timeout: float) -> Results:
         """As Engine.wait."""
-        self._check_process()
+        self._home.check()
         assert isinstance(ticket, GioJob)
         if not ticket.done.wait(min(max(0.0, timeout), threading.TIMEOUT_MAX)):
             self._harvest()
@@ -132,13 +132,13 @@ class GioEngine:
 
     def cancel(self, ticket: Ticket) -> None:
         """As Engine.cancel."""
-        self._check_process()
+        self._home.check()
         assert isinstance(ticket, GioJob)
         self._drop(ticket)
 
     def close(self, timeout: float) -> bool:
         """As Engine.close. A forked child has no I/O: there it does nothing."""
-        if os.getpid() != self._pid:
+        if not self._home.here():
             return True
         with self._lock:
             self._closed = True
@@ -206,9 +206,3 @@ class GioEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("The I/O engine is closed")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise EngineError(
-                "An I/O engine does not survive fork(): its threads are in the parent", "Open the store in this process"
-            )

@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import os
 import threading
 import time
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Operation, Results, Ticket
+from tutti_sglang.engine.home import Home
 from tutti_sglang.engine.queues import DriveQueue, File, Job, Task, settle
 from tutti_sglang.engine.system import SYSTEM, Iovecs, Place, Seam, head, tail
 from tutti_sglang.engine.transfers import Transfer, coalesce, malformed
@@ -30,7 +30,7 @@ class ThreadsEngine:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._pid = os.getpid()
+        self._home = Home()
 
     def attach(self, drive: int, segment: int, fd: int) -> None:
         """As Engine.attach; the first file of a drive starts its threads."""
@@ -44,7 +44,7 @@ class ThreadsEngine:
 
     def detach(self, drive: int, segment: int, timeout: float = 5.0) -> bool:
         """As Engine.detach."""
-        self._check_process()
+        self._home.check()
         queue = self._queues.get(drive)
         return queue is None or queue.detach(segment, timeout)
 
@@ -69,7 +69,7 @@ class ThreadsEngine:
 
     def wait(self, ticket: Ticket, timeout: float) -> Results:
         """As Engine.wait; also ends what has not started by the deadline, should all threads of a drive hang."""
-        self._check_process()
+        self._home.check()
         assert isinstance(ticket, Job)
         until = time.monotonic() + timeout
         if not _wait(ticket.done, min(until, ticket.deadline)) and time.monotonic() >= ticket.deadline:
@@ -79,13 +79,13 @@ class ThreadsEngine:
 
     def cancel(self, ticket: Ticket) -> None:
         """As Engine.cancel."""
-        self._check_process()
+        self._home.check()
         assert isinstance(ticket, Job)
         _drop(ticket, errno.ECANCELED)
 
     def close(self, timeout: float) -> bool:
         """As Engine.close. A forked child has no I/O: there it does nothing."""
-        if os.getpid() != self._pid:
+        if not self._home.here():
             return True
         until = time.monotonic() + timeout
         with self._lock:
@@ -151,15 +151,9 @@ class ThreadsEngine:
         return moved, 0
 
     def _check(self) -> None:
-        self._check_process()
+        self._home.check()
         if self._closed:
             raise EngineError("The I/O engine is closed")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise EngineError(
-                "An I/O engine does not survive fork(): its threads are in the parent", "Open the store in this process"
-            )
 
 
 def _drop(job: Job, error: int) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from tutti_sglang.engine.batch import IN_PROGRESS, IOCTX_DTYPE, Batch, IoClass, Results, Ticket
 from tutti_sglang.engine.fetch import Fetch, Fetched
+from tutti_sglang.engine.home import Home
 from tutti_sglang.errors import EngineError
 from tutti_sglang.kernels import native
 
@@ -122,7 +123,7 @@ class UringEngine:
         if library is None:
             raise EngineError(f"No native engine: {native.unavailable_reason()}", "Use engine = threads")
         self.library = library
-        self._pid = os.getpid()
+        self._home = Home()
         self._live: dict[int, _NativeTicket] = {}
         self._closed = False
         start, size = (staging.address, staging.size) if staging else (0, 0)
@@ -164,7 +165,7 @@ class UringEngine:
 
     def detach(self, drive: int, segment: int, timeout: float = 5.0) -> bool:
         """As Engine.detach."""
-        self._check_process()
+        self._home.check()
         return bool(self.library.tutti_engine_detach(self._handle, drive, segment, _nanoseconds(timeout)))
 
     def submit(self, batch: Batch, klass: IoClass, deadline: float, hold: Any = None) -> Ticket:
@@ -183,7 +184,7 @@ class UringEngine:
 
     def wait(self, ticket: Ticket, timeout: float) -> Results:
         """As Engine.wait."""
-        self._check_process()
+        self._home.check()
         assert isinstance(ticket, _NativeTicket)
         results = np.empty(len(ticket.batch), dtype=np.int32)
         out = results.ctypes.data
@@ -224,7 +225,7 @@ class UringEngine:
 
     def cancel(self, ticket: Ticket) -> None:
         """As Engine.cancel."""
-        self._check_process()
+        self._home.check()
         assert isinstance(ticket, _NativeTicket)
         self.library.tutti_engine_cancel(self._handle, ticket.handle)
 
@@ -239,7 +240,7 @@ class UringEngine:
 
     def here(self) -> bool:
         """Whether this is the process that made the engine."""
-        return os.getpid() == self._pid
+        return self._home.here()
 
     def __del__(self) -> None:
         if not hasattr(self, "_handle") or not self.here():
@@ -264,15 +265,9 @@ class UringEngine:
         self._live.pop(ticket.serial, None)
 
     def _check(self) -> None:
-        self._check_process()
+        self._home.check()
         if self._closed:
             raise EngineError("The I/O engine is closed")
-
-    def _check_process(self) -> None:
-        if not self.here():
-            raise EngineError(
-                "An I/O engine does not survive fork(): its threads are in the parent", "Open the store in this process"
-            )
 
 
 def _open_piece(request: Fetch, results: Results, lane: int) -> Batch:
