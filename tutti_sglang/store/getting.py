@@ -28,7 +28,7 @@ class Getter:
         self._parts = parts
         self._reader = Reader(parts, parts.verifying)
 
-    def get(self, space: Space, keys: bytes, rows: Addresses, deadline: float) -> Flags:
+    def get(self, space: Space, keys: bytes, rows: Addresses, deadline: float, klass: IoClass) -> Flags:
         """(n,) whether the object's bytes are in its rows; rows of the others hold anything. StoreError, OSError."""
         names = split(keys)
         good = np.zeros(len(names), dtype=np.bool_)
@@ -42,11 +42,11 @@ class Getter:
             self._parts.accepted.leave(entered)
         rest = np.flatnonzero(~good)
         if len(rest):
-            good[rest] = self._from_drives(space, some(keys, rest), rows[rest], deadline)
+            good[rest] = self._from_drives(space, some(keys, rest), rows[rest], deadline, klass)
         self._count(space, good, len(entered.which))
         return good
 
-    def _from_drives(self, space: Space, keys: bytes, rows: Addresses, deadline: float) -> Flags:
+    def _from_drives(self, space: Space, keys: bytes, rows: Addresses, deadline: float, klass: IoClass) -> Flags:
         parts, grace = self._parts, self._parts.config.grace_seconds
         with parts.owners.reading(parts.index.last_epoch, grace) as read:
             first = look(parts, space, keys)
@@ -54,19 +54,19 @@ class Getter:
             found = np.full(len(first.records), GOOD, dtype=np.int32)
             if len(which):
                 roots = first.records["root"][which] ^ marks(space.id, some(keys, which))
-                found[which] = self._read(space, first.slots[which], roots, rows[which], deadline)
+                found[which] = self._read(space, first.slots[which], roots, rows[which], (deadline, klass))
                 # A slot may have been given to another object between the look and the read.
                 second = parts.index.lookup(space.id, keys).records
                 found[which[second[which] != first.records[which]]] = CHANGED
             if read.expired(grace):
                 found[which] = EXPIRED
-        self._judge(space, keys, first, found)
+        self.judge(space, keys, first, found)
         good = np.asarray(first.readable & (found == GOOD))
         parts.hits.hit(space, first.slots[good])
         return good
 
-    def _read(self, space: Space, slots: Slots, roots: Sums, rows: Addresses, deadline: float) -> Codes:
-        found = np.full(len(slots), UNOPENED, dtype=np.int32)
+    def _read(self, space: Space, slots: Slots, roots: Sums, rows: Addresses, when: tuple[float, IoClass]) -> Codes:
+        found, (deadline, klass) = np.full(len(slots), UNOPENED, dtype=np.int32), when
         with self._parts.segments.use(np.unique(segments_of(slots)).tolist()) as geometries:
             opened = np.flatnonzero(np.isin(segments_of(slots), list(geometries)))
             request = Request(
@@ -75,13 +75,13 @@ class Getter:
                 roots[opened],
                 rows[opened],
                 geometries,
-                IoClass.DEMAND,
+                klass,
                 deadline,
             )
             found[opened] = self._reader.read(request)
         return found
 
-    def _judge(self, space: Space, keys: bytes, sight: Sight, found: Codes) -> None:
+    def judge(self, space: Space, keys: bytes, sight: Sight, found: Codes) -> None:
         """Count what was not delivered, and stop claiming it: for good where it is spoiled, for a while where a drive
         failed."""
         self._parts.metrics.add("tutti_missed_objects", int((~sight.readable).sum()), reason="absent")

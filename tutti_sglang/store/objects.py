@@ -1,16 +1,18 @@
 """The object store: put, get and lookup of pages, for any number of namespaces, shared by all processes that open
 it."""
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from tutti_sglang.config import Config
 from tutti_sglang.engine.base import Engine
+from tutti_sglang.engine.batch import IoClass
 from tutti_sglang.errors import CapacityError, StoreError
 from tutti_sglang.memory import Addresses
 from tutti_sglang.metrics import Metrics, process_metrics
@@ -19,6 +21,7 @@ from tutti_sglang.store.evictor import Evictor
 from tutti_sglang.store.getting import Getter
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.keys import count, split
+from tutti_sglang.store.layers import LayerReads
 from tutti_sglang.store.namespace import Namespace
 from tutti_sglang.store.opening import close_parts, open_parts
 from tutti_sglang.store.publisher import Publisher
@@ -73,6 +76,30 @@ class Calls:
             return self._changed.wait_for(lambda: not self._count, max(0.0, deadline - time.monotonic()))
 
 
+class Layers:
+    """Objects that are being read by tensors, see ObjectStore.layers. For one thread; no call raises."""
+
+    def __init__(self, guard: Callable[..., Flags], reads: LayerReads | None, objects: int) -> None:
+        self._guard, self._reads = guard, reads
+        self._none = np.zeros(objects, dtype=np.bool_)
+
+    @property
+    def found(self) -> Flags:
+        """(n,) which objects can be read, as far as is known by now."""
+        return self._reads.found.copy() if self._reads else self._none
+
+    def read(self, tensors: slice, rows: Addresses, deadline: float) -> Flags:
+        """(n,) whether those tensors of the object lie in its rows ((n, t) addresses) now, as they were put. No row is
+        written after this returned."""
+        reads = self._reads
+        return self._guard("layers", lambda: reads.read(tensors, rows, deadline), self._none) if reads else self._none
+
+    def close(self) -> Flags:
+        """Give the slots back; (n,) whether all that was read of the object was its own bytes. Idempotent."""
+        reads = self._reads
+        return self._guard("layers", reads.close, self._none, closing=True) if reads else self._none
+
+
 class ObjectStore:
     """Thread safe, not fork safe. After opening, no call raises for I/O or stays beyond its deadline: what cannot be
     had is a miss, what cannot be stored is refused. Deadlines are time.monotonic() seconds; `keys` are n × 32 bytes;
@@ -125,14 +152,28 @@ class ObjectStore:
 
         return self._guard("lookup", act, np.zeros(count(keys), dtype=np.bool_))
 
-    def get(self, ns: int, keys: bytes, rows: Addresses, deadline: float) -> Flags:
+    def get(self, ns: int, keys: bytes, rows: Addresses, deadline: float, klass: IoClass = IoClass.DEMAND) -> Flags:
         """(n,) whether the object lies in its rows now, byte for byte as it was put. The rows of the others hold
         anything; none is touched after this returned."""
         return self._guard(
             "get",
-            lambda: self._getter.get(self._parts.spaces[ns], keys, rows.copy(), deadline),
+            lambda: self._getter.get(self._parts.spaces[ns], keys, rows.copy(), deadline, klass),
             np.zeros(count(keys), dtype=np.bool_),
         )
+
+    @contextlib.contextmanager
+    def layers(self, ns: int, keys: bytes) -> Iterator["Layers"]:
+        """Read the objects by tensors: their slots stay theirs, for `grace_seconds` at most, until the block ends."""
+        self._check_process()
+        with self._calls:
+            reads = self._guard(
+                "layers", lambda: LayerReads(self._parts, self._parts.spaces[ns], keys, self._getter.judge), None
+            )
+            layers = Layers(self._guard, reads, count(keys))
+            try:
+                yield layers
+            finally:
+                layers.close()
 
     def put(self, ns: int, keys: bytes, rows: Addresses, deadline: float, *, depth: int = 0) -> Flags:
         """(n,) whether the object is stored, or accepted: served from memory of this process and written soon. `depth`:

@@ -1,14 +1,29 @@
 """Which I/O moves a batch of objects between staging and the drives. Pure arithmetic on numpy arrays."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Operation
-from tutti_sglang.geometry import Geometry
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.slots import Slots, numbers_of, segments_of
+
+
+class Places(Protocol):
+    """Where the tensors of a segment's objects lie: a Geometry, or some tensors of one."""
+
+    @property
+    def segment_size(self) -> int:
+        """Bytes that one drive gives to the segment at most."""
+
+    @property
+    def strides(self) -> npt.NDArray[np.int64]:
+        """(T,) bytes that each tensor occupies."""
+
+    def locate(self, slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]:
+        """(n,) slots → (n, T) drive ordinals and offsets in the segment's files."""
 
 
 class Plan(NamedTuple):
@@ -29,7 +44,7 @@ def object_addresses(start: int, objects: int, object_size: int) -> Addresses:
 
 
 def plan(
-    geometries: dict[int, Geometry],
+    geometries: Mapping[int, Places],
     slots: Slots,
     base: Addresses,
     operation: Operation,
@@ -56,7 +71,7 @@ def plan(
     return Plan(batch[order], owner[order])
 
 
-def _of_segment(geometry: Geometry, segment: int, chosen: npt.NDArray[np.int64], slots: Slots, base: Addresses) -> Plan:
+def _of_segment(geometry: Places, segment: int, chosen: npt.NDArray[np.int64], slots: Slots, base: Addresses) -> Plan:
     drives, offsets = geometry.locate(numbers_of(slots[chosen]))
     batch = np.zeros(drives.shape, dtype=IOCTX_DTYPE)
     batch["address"] = tensor_addresses(base[chosen], geometry.strides)

@@ -2,6 +2,7 @@
 
 import errno
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +13,10 @@ from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.batch import IoClass, Operation, Results, Ticket
 from tutti_sglang.engine.fetch import Fetch, fetch
 from tutti_sglang.engine.staging import Extent
-from tutti_sglang.geometry import Geometry
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.outcome import CORRUPT, LATE, Codes, codes
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.plan import Plan, plan, tensor_addresses
+from tutti_sglang.store.plan import Places, Plan, plan, tensor_addresses
 from tutti_sglang.store.slots import Slots
 from tutti_sglang.store.space import Space
 
@@ -40,7 +40,7 @@ class Request(NamedTuple):
     slots: Slots
     roots: Sums
     rows: Addresses
-    geometries: dict[int, Geometry]
+    geometries: Mapping[int, Places]
     klass: IoClass
     deadline: float
 

@@ -29,6 +29,10 @@ class Sight(NamedTuple):
         """(n,)"""
         return np.asarray(self.records["slot"].astype(np.int64))
 
+    def some(self, which: npt.NDArray[np.int64]) -> "Sight":
+        """Those keys only."""
+        return Sight(self.records[which], self.recorded[which], self.readable[which], self.claimed[which])
+
 
 def look(parts: Parts, space: Space, keys: bytes) -> Sight:
     """Ask the index. Never raises: what cannot be found out is not there."""

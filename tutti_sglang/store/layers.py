@@ -1,0 +1,133 @@
+"""Some tensors of many objects at a time: what a layer-wise load reads while the layers before are computed.
+
+The records are looked up once; the slots and files stay theirs until `close`. Each tensor is compared with its own
+checksum, whose row the index vouches for by its root.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_sglang import checksum, memory
+from tutti_sglang.engine.batch import IoClass
+from tutti_sglang.geometry import Geometry
+from tutti_sglang.memory import Addresses
+from tutti_sglang.store.keys import marks, some, split
+from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, UNOPENED, Codes
+from tutti_sglang.store.parts import Parts
+from tutti_sglang.store.plan import tensor_addresses
+from tutti_sglang.store.reader import Reader, Request
+from tutti_sglang.store.sight import Flags, Sight, look
+from tutti_sglang.store.slots import numbers_of, segments_of
+from tutti_sglang.store.space import Space
+
+Judge = Callable[[Space, bytes, Sight, Codes], None]
+
+
+class Part:
+    """Some tensors of the objects of a segment, in the place of its geometry."""
+
+    def __init__(self, geometry: Geometry, tensors: slice) -> None:
+        self._geometry, self._tensors = geometry, tensors
+        self.segment_size = geometry.segment_size
+        self.strides = geometry.strides[tensors]
+
+    def locate(self, slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]:
+        """(n,) slots → (n, t) drive ordinals and offsets."""
+        drives, offsets = self._geometry.locate(slots)
+        return drives[:, self._tensors], offsets[:, self._tensors]
+
+
+class LayerReads:
+    """Objects of one namespace that are being read by tensors. For one thread. `found`: (n,) which can be read; what a
+    read did not deliver counts as not found from then on."""
+
+    def __init__(self, parts: Parts, space: Space, keys: bytes, judge: Judge) -> None:
+        """StoreError, OSError."""
+        self._parts, self._space, self._keys, self._judge = parts, space, keys, judge
+        self._reader = Reader(parts, parts.verifying)
+        self._held = contextlib.ExitStack()
+        self._closed = False
+        try:
+            self._open()
+        except BaseException:
+            self._held.close()
+            raise
+
+    def _open(self) -> None:
+        parts, space, names = self._parts, self._space, split(self._keys)
+        self._read = self._held.enter_context(parts.owners.reading(parts.index.last_epoch, parts.config.grace_seconds))
+        entered = parts.accepted.enter(space.id, names)
+        self._held.callback(parts.accepted.leave, entered)
+        self._accepted = np.zeros((len(names), len(space.sizes)), dtype=np.uint64)
+        self._accepted[entered.which] = tensor_addresses(entered.base, space.strides)
+        self._sight = look(parts, space, self._keys)
+        wanted = self._sight.readable & ~self._accepted.any(axis=1)
+        numbers = segments_of(self._sight.slots)
+        self._geometries = self._held.enter_context(parts.segments.use(np.unique(numbers[wanted]).tolist()))
+        self._codes = np.full(len(names), GOOD, dtype=np.int32)
+        self._codes[wanted & ~np.isin(numbers, list(self._geometries))] = UNOPENED
+        self._sums = np.zeros_like(self._accepted)
+        self.found: Flags = np.asarray(self._accepted.any(axis=1) | (wanted & (self._codes == GOOD)))
+        if parts.verifying:
+            self._check_sums(np.flatnonzero(self.found & ~self._accepted.any(axis=1)))
+
+    def _check_sums(self, which: npt.NDArray[np.int64]) -> None:
+        """The rows of checksums, as far as they are those that the index vouches for."""
+        slots = self._sight.slots[which]
+        for segment in np.unique(segments_of(slots)).tolist():
+            mine = which[segments_of(slots) == segment]
+            within = numbers_of(self._sight.slots[mine])
+            self._sums[mine] = self._parts.sums.read(segment, within, len(self._space.sizes))
+        roots = self._sight.records["root"][which] ^ marks(self._space.id, some(self._keys, which))
+        self._fail(which[checksum.roots(self._sums[which]) != roots], CORRUPT)
+
+    def read(self, tensors: slice, rows: Addresses, deadline: float, klass: IoClass = IoClass.DEMAND) -> Flags:
+        """(n,) whether those tensors of the object lie in its rows ((n, t) addresses) now, as they were put. No row is
+        written after this returned."""
+        here = np.flatnonzero(self.found & self._accepted.any(axis=1))
+        sizes = self._space.sizes[tensors]
+        if len(here):
+            memory.copy_rows(rows[here], self._accepted[here, tensors], sizes)
+        there = np.flatnonzero(self.found & ~self._accepted.any(axis=1))
+        if len(there):
+            request = Request(
+                Space(self._space.id, tuple(sizes.tolist())),
+                self._sight.slots[there],
+                checksum.roots(self._sums[there][:, tensors]),
+                rows[there],
+                {number: Part(geometry, tensors) for number, geometry in self._geometries.items()},
+                klass,
+                deadline,
+            )
+            codes = self._reader.read(request)
+            for code in np.unique(codes[codes != GOOD]).tolist():
+                self._fail(there[codes == code], code)
+        delivered = int(self.found.sum())
+        self._parts.metrics.add("tutti_bytes", delivered * int(sizes.sum()), op="read")
+        return self.found.copy()
+
+    def close(self) -> Flags:
+        """Give slots and files back; (n,) whether all that was read of the object was its own. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._judge_all(np.flatnonzero(~self._accepted.any(axis=1)))
+            self._held.close()
+        return self.found.copy()
+
+    def _judge_all(self, which: npt.NDArray[np.int64]) -> None:
+        """Of what came from the drives: a slot may have been given to another object meanwhile."""
+        keys, sight = some(self._keys, which), self._sight.some(which)
+        if not self._parts.verifying:
+            second = self._parts.index.lookup(self._space.id, keys).records
+            self._fail(which[self.found[which] & (second != sight.records)], CHANGED)
+        if self._read.expired(self._parts.config.grace_seconds):
+            self._fail(which[self.found[which]], EXPIRED)
+        self._judge(self._space, keys, sight, self._codes[which])
+        self._parts.hits.hit(self._space, sight.slots[self.found[which]])
+
+    def _fail(self, which: npt.NDArray[np.int64], code: int) -> None:
+        self._codes[which] = code
+        self.found[which] = False
