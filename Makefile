@@ -23,7 +23,7 @@ check: .venv/ready  ## style, types and import rules only (they are part of `mak
 	$(BIN)/python -m pytest tests/test_tidy.py
 
 gpu:  ## tests and figures that need a CUDA device, from the source tree, without installation
-	$(PYTHON) -m pytest -m gpu tests/gpu && $(PYTHON) -m benchmarks.gio
+	$(PYTHON) -m pytest -m gpu tests/gpu && $(PYTHON) -m benchmarks.gio && $(PYTHON) -m benchmarks.pack
 
 bench: .venv/ready  ## where this machine stands [ARGS="--json FILE"]
 	$(BIN)/python -m benchmarks.storage $(ARGS)
