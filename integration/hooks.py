@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from tutti_sglang import SGLANG_VERSION
 from tutti_sglang.errors import HookError
 from tutti_sglang.integration.flags import CLASS_NAME, NAME
 
 logger = logging.getLogger(__name__)
-
-SGLANG_VERSION = "0.5.23"
-"""The version whose targets these are."""
 
 
 class Hook(NamedTuple):

@@ -143,6 +143,12 @@ def load_config(extra: Mapping[str, Any], environ: Mapping[str, str] | None = No
     return LoadedConfig(_convert(values, rank), origin)
 
 
+def names_storage(extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the settings say where the store is."""
+    environ = os.environ if environ is None else environ
+    return "storage_dirs" in extra or ENV_PREFIX + "STORAGE_DIRS" in environ
+
+
 def _read_file(path: Path) -> Any:
     data = path.read_bytes()
     match path.suffix.lower():

@@ -45,6 +45,12 @@ _USAGE = """
            (select count(*) from leased where slot >> 24 in (select id from chosen))
     from chosen left join free on free.segment = chosen.id
 """
+_EMPTY = """
+select json_group_array(s.id) from segments s join free on free.segment = s.id
+where slots = free.count + (
+    select count(*) from settling where slot >= s.id << :shift and slot < (s.id + 1) << :shift
+)
+"""
 
 
 class SegmentRow(msgspec.Struct, frozen=True, array_like=True):
@@ -178,6 +184,12 @@ class Allocation(Database):
         with self._read("lessees") as connection:
             (text,) = connection.execute("select group_concat(distinct owner) from leased").fetchone()
         return set(text.split(",")) if text else set()
+
+    def empty_segments(self) -> list[int]:
+        """Segments all of whose slots are free or settling. StoreError."""
+        with self._read("empty_segments") as connection:
+            (text,) = connection.execute(_EMPTY, {"shift": numbering.SEGMENT_SHIFT}).fetchone()
+        return msgspec.json.decode(text, type=list[int])
 
     def free_slots(self, namespace: int) -> int:
         """Slots of a namespace that hold nothing and belong to nobody, settling ones included. StoreError."""

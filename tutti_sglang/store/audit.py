@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 def audit(path: Path) -> Audit:
     """Look at every slot of the index at `path`, as of one moment. FAILURES of a database."""
-    with _snapshot(path) as connection:
+    with snapshot(path) as connection:
         rows = connection.execute(
             "select id, slots, count, bits from segments left join free on segment = id"
         ).fetchall()
@@ -71,7 +71,7 @@ def objects(path: Path, namespace: int | None) -> Iterator[Batch]:
     """All objects of a namespace, or of all, BATCH at a time, each as of its own moment. FAILURES of a database."""
     last = b"" if namespace is None else namespace.to_bytes(4, "big")
     while True:
-        with _snapshot(path) as connection:
+        with snapshot(path) as connection:
             rows = connection.execute(
                 f"select id, slot, record from objects where id > ? order by id limit {BATCH}", (last,)
             ).fetchall()
@@ -88,7 +88,8 @@ def objects(path: Path, namespace: int | None) -> Iterator[Batch]:
 
 
 @contextlib.contextmanager
-def _snapshot(path: Path) -> Iterator[sqlite3.Connection]:
+def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
+    """The index as of one moment, only to read. FAILURES of a database."""
     connection = schema.connect(path, schema.READ_TIMEOUT)
     try:
         connection.execute("pragma query_only = on")

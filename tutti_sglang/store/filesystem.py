@@ -29,13 +29,17 @@ _NETWORK = {
 
 def refuse_network(directory: Path) -> None:
     """StoreError where `directory` is on a network file system."""
-    name = _NETWORK.get(_magic(directory))
-    if name:
+    if name := network_name(directory):
         raise StoreError(
             f"The index directory {directory} is on a network file system ({name}), where an index that several "
             "processes share gets corrupted",
             "Set index_dir to a directory on a local disk; storage_dirs may stay where they are",
         )
+
+
+def network_name(directory: Path) -> str:
+    """The network file system that `directory` is on; empty where it is on none. StoreError where it is not there."""
+    return _NETWORK.get(_magic(directory), "")
 
 
 def _magic(directory: Path) -> int:

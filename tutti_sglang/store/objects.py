@@ -17,6 +17,7 @@ from tutti_sglang.errors import CapacityError, StoreError
 from tutti_sglang.memory import Addresses
 from tutti_sglang.metrics import Metrics, process_metrics
 from tutti_sglang.store.accepted import SHARE
+from tutti_sglang.store.collect import Collected, collect
 from tutti_sglang.store.evictor import Evictor
 from tutti_sglang.store.getting import Getter
 from tutti_sglang.store.growth import Growth
@@ -204,12 +205,22 @@ class ObjectStore:
 
         return self._guard("clear", act, 0)
 
-    def verify(self, repair: bool = False, ns: int | None = None) -> VerifyReport:
+    def verify(
+        self, repair: bool = False, ns: int | None = None, progress: Callable[[int], None] = lambda _: None
+    ) -> VerifyReport:
         """Read and compare every object of the namespace, or of all and the accounts too. Takes as long as reading the
-        drives takes. With `repair`, what is wrong is removed or made again. StoreError."""
+        drives takes. With `repair`, what is wrong is removed or made again. `progress` is told the payload bytes of
+        each piece. StoreError."""
         self._check_process()
         with self._calls:
-            return Verifier(self._parts, self._growth, repair).run(ns)
+            return Verifier(self._parts, self._growth, repair, progress).run(ns)
+
+    def collect(self, unused_for: float = float("inf"), ns: int | None = None) -> Collected:
+        """Give back what nobody needs: namespaces (all, or only `ns`) without a hit or a write for `unused_for`
+        seconds, then the files of segments that hold nothing. StoreError."""
+        self._check_process()
+        with self._calls:
+            return collect(self._parts, self._growth, unused_for, ns)
 
     def stats(self) -> StoreStats:
         """Figures that cost nothing to tell."""

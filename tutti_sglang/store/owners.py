@@ -12,6 +12,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tutti_sglang.errors import StoreError
 
@@ -19,10 +20,34 @@ _IDLE = (1 << 64) - 1
 _STATE = struct.Struct("<QdQ")
 """Oldest epoch that is being read, CLOCK_MONOTONIC of the latest read that counts, and the inode of the time namespace,
 without which clocks cannot be compared."""
-_NOTE_AT = 64
+_NOTE_AT, _NOTE_SIZE = 64, 256
 _STALE = 60.0  # seconds after which a file that was made but never locked is nobody's
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _NAME = re.compile(r"[0-9a-f]{32}")
+
+
+class Process(NamedTuple):
+    """An owner as tools see it: `note` says pid and host, for people."""
+
+    uuid: str
+    alive: bool
+    note: str
+
+
+def processes(directory: Path) -> list[Process]:
+    """All owners of a store, by somebody who is none. OSError."""
+    found = []
+    for entry in os.scandir(directory) if directory.is_dir() else ():
+        if not _NAME.fullmatch(entry.name):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                note = os.pread(fd, _NOTE_SIZE, _NOTE_AT).decode(errors="replace").partition(",")[0]
+                found.append(Process(entry.name, _locked(fd), note.strip("\0\n")))
+            finally:
+                os.close(fd)
+    return found
 
 
 class Read:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,7 +64,9 @@ class VerifyReport:
 class Verifier:
     """One verification; other threads and processes may use the store meanwhile."""
 
-    def __init__(self, parts: Parts, growth: Growth, repair: bool) -> None:
+    def __init__(self, parts: Parts, growth: Growth, repair: bool, progress: Callable[[int], None]) -> None:
+        """`progress`: is told the payload bytes of each piece that was looked at."""
+        self._progress = progress
         self._parts = parts
         self._growth = growth
         self._repair = repair
@@ -101,6 +104,7 @@ class Verifier:
                 fitting = self._sums_fit(space, records, roots)
             self._judge(space, keys, records, np.where(still, found, GOOD).astype(np.int32))
             self._judge_sums(space, records, rows, np.flatnonzero(still & (found == GOOD) & ~fitting))
+            self._progress(len(piece) * space.payload)
         region.close()
 
     def _read(self, space: Space, records: Records, roots: Sums, rows: Addresses) -> Codes:

@@ -1,0 +1,1 @@
+"""The command `tutti`: what a person who runs the tier sees of it."""
