@@ -60,6 +60,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     low_watermark: float = 0.90
     high_watermark: float = 0.95
     grace_seconds: float = 60.0
+    break_even: Literal["on", "off"] = "on"
+    windows: Literal["on", "off"] = "on"
     model_id: str = ""
     trust_weight_version: bool = False
 

@@ -4,6 +4,7 @@ there."""
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +23,7 @@ SHARE = 0.75
 @dataclass(eq=False)
 class Parcel:
     """The objects of one put, one after the other in one extent. `users`: the writer and the readers that copy out of
-    it now."""
+    it now; `since`: time.monotonic() when they came."""
 
     namespace: int
     keys: list[bytes]
@@ -31,6 +32,7 @@ class Parcel:
     depth: npt.NDArray[np.uint32]
     extent: Extent
     users: int = 1
+    since: float = field(default_factory=time.monotonic)
     dropped: set[int] = field(default_factory=set)
     owed: tuple[Engine, Ticket] | None = None
 
@@ -95,7 +97,7 @@ class Accepted:
         self._bytes = 0
         self._map: dict[tuple[int, bytes], tuple[Parcel, int]] = {}
         self._queue: deque[Parcel] = deque()
-        self._open = 0
+        self._open = self._awaited = 0
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -105,6 +107,11 @@ class Accepted:
     def open(self) -> int:
         """Parcels that are queued or being written."""
         return self._open
+
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody waits for parcels to be written."""
+        return self._awaited > 0
 
     @property
     def size(self) -> int:
@@ -141,11 +148,8 @@ class Accepted:
     def room(self, nbytes: int, deadline: float) -> Extent | None:
         """Staging for objects to be accepted; waits until `deadline`. None when there is none. Give it to `add` or
         `refund`."""
-        with self._changed:
-            while self._bytes + nbytes > self._budget:
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    return None
-            self._bytes += nbytes
+        if not self._wait(lambda: self._bytes + nbytes <= self._budget, deadline, take=nbytes):
+            return None
         extent = self._staging.wait(nbytes, deadline)
         if extent is None:
             self._credit(nbytes)
@@ -170,12 +174,17 @@ class Accepted:
             self._open += 1
             self._changed.notify_all()
 
-    def take(self, nbytes: int, timeout: float) -> list[Parcel]:
-        """Queued parcels, oldest first, of about `nbytes`; waits at most `timeout` seconds for the first."""
-        taken: list[Parcel] = []
+    def oldest(self, timeout: float) -> float | None:
+        """Since when the oldest queued parcel is there; waits at most `timeout` seconds for one."""
         with self._changed:
             if not self._queue and timeout > 0:
                 self._changed.wait(timeout)
+            return self._queue[0].since if self._queue else None
+
+    def take(self, nbytes: int) -> list[Parcel]:
+        """Queued parcels, oldest first, of about `nbytes`."""
+        taken: list[Parcel] = []
+        with self._changed:
             while self._queue and (not taken or nbytes >= self._queue[0].extent.size):
                 nbytes -= self._queue[0].extent.size
                 taken.append(self._queue.popleft())
@@ -211,13 +220,23 @@ class Accepted:
 
     def drain(self, deadline: float) -> bool:
         """Wait until nothing is queued or being written; False at the deadline."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._open, max(0.0, deadline - time.monotonic()))
+        return self._wait(lambda: not self._open, deadline)
 
     def wake(self) -> None:
         """Let `take` and `room` look again."""
         with self._changed:
             self._changed.notify_all()
+
+    def _wait(self, condition: Callable[[], bool], deadline: float, take: int = 0) -> bool:
+        """Until what the writer does makes it true; then `take` bytes of the budget are the caller's."""
+        with self._changed:
+            self._awaited += 1
+            try:
+                done = self._changed.wait_for(condition, max(0.0, deadline - time.monotonic()))
+            finally:
+                self._awaited -= 1
+            self._bytes += take if done else 0
+            return done
 
     def _unuse(self, parcel: Parcel) -> None:
         with self._changed:

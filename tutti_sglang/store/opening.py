@@ -9,8 +9,10 @@ import msgspec
 
 from tutti_sglang.config import Config
 from tutti_sglang.engine.base import Engine
+from tutti_sglang.engine.rows import Rows
 from tutti_sglang.engine.select import create_engine
 from tutti_sglang.engine.staging import Staging
+from tutti_sglang.engine.window import Window
 from tutti_sglang.errors import ForeignStoreError, StoreError
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import directory, drives
@@ -58,6 +60,10 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
             undo.callback(sums.close)
             clock = Clock(index_dir, directory.CLOCK)
             undo.callback(clock.close)
+            window = Window(Rows(index.meta("store") or ""), metrics, enabled=config.windows == "on")
+            undo.callback(window.close)
+            if window.enabled and window.why_alone:
+                _logger.warning("tutti: reads and writes of other processes are not seen (%s)", window.why_alone)
             segments = Segments(index, found, engine, segment_size)
             by_ordinal = {drive.ordinal: drive for drive in found}
             reporter = Reporter(_logger)
@@ -79,6 +85,7 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
                 doubts=Doubts(),
                 hits=Hits(clock, segments),
                 admission=Admission(config, index),
+                window=window,
             )
             _take_stock(parts, held)
         undo.pop_all()
@@ -96,6 +103,7 @@ def close_parts(parts: Parts, deadline: float) -> bool:
         parts.hits.flush()
         parts.admission.flush()
     parts.hits.clock.close()
+    parts.window.close()
     parts.owners.close()
     parts.index.close()
     parts.sums.close()

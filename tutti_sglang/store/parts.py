@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from tutti_sglang.config import Config
 from tutti_sglang.engine.base import Engine
 from tutti_sglang.engine.staging import Staging
+from tutti_sglang.engine.window import Window
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store.accepted import Accepted
 from tutti_sglang.store.admission import Admission
@@ -43,6 +44,7 @@ class Parts:
     doubts: Doubts
     hits: Hits
     admission: Admission
+    window: Window
     spaces: dict[int, Space] = field(default_factory=dict)
     gone: threading.Event = field(default_factory=threading.Event)
 

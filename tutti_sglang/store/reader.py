@@ -98,23 +98,25 @@ class Reader:
         ends = np.arange(int(pieces[-1]) + 2)
         still_open: list[Ticket] = []
         try:
-            fetched = fetch(
-                self._engine,
-                Fetch(
-                    batch=planned.batch,
-                    owner=planned.owner.astype(np.uint32),
-                    contexts=np.searchsorted(pieces[planned.owner], ends).astype(np.uint32),
-                    objects=np.searchsorted(pieces, ends).astype(np.uint32),
-                    target=request.rows,
-                    source=tensor_addresses(base, request.space.strides),
-                    sizes=request.space.sizes,
-                    lanes=len(extents),
-                    klass=request.klass,
-                    deadline=request.deadline,
-                    hold=self._staging,
-                    sums=self._verify,
-                ),
-            )
+            drives = np.unique(planned.batch["drive"]).tolist()
+            with self._parts.window.reading(drives, request.klass):
+                fetched = fetch(
+                    self._engine,
+                    Fetch(
+                        batch=planned.batch,
+                        owner=planned.owner.astype(np.uint32),
+                        contexts=np.searchsorted(pieces[planned.owner], ends).astype(np.uint32),
+                        objects=np.searchsorted(pieces, ends).astype(np.uint32),
+                        target=request.rows,
+                        source=tensor_addresses(base, request.space.strides),
+                        sizes=request.space.sizes,
+                        lanes=len(extents),
+                        klass=request.klass,
+                        deadline=request.deadline,
+                        hold=self._staging,
+                        sums=self._verify,
+                    ),
+                )
             still_open = fetched.open
         finally:
             self._give_back(extents, still_open)

@@ -65,6 +65,7 @@ class Writer:
         self._upkeep = upkeep
         capacity = sum(drive.limit for drive in parts.drives.values())
         self._load_bytes = min(LOAD_BYTES, capacity // 8)
+        self._drives = tuple(parts.drives)
         self._flying: deque[_Load] = deque()
         self._owed: list[tuple[Ticket, Slots]] = []
         self._next_tick = 0.0
@@ -109,14 +110,25 @@ class Writer:
     def _step(self) -> None:
         if len(self._flying) < LOADS_IN_FLIGHT:
             stopping = self._stop_at is not None
-            limit = 0 if self._parts.config.fsync == "each" else self._load_bytes
-            by_space: dict[int, list[Parcel]] = {}
-            for parcel in self._parts.accepted.take(limit, 0.0 if self._flying or stopping else TICK_SECONDS):
-                by_space.setdefault(parcel.namespace, []).append(parcel)
-            for namespace, parcels in by_space.items():
-                self._survive(partial(self._launch, self._parts.spaces[namespace], parcels))
+            since = self._parts.accepted.oldest(0.0 if self._flying or stopping else TICK_SECONDS)
+            if since is not None:
+                hurry = stopping or self._parts.accepted.urgent
+                with self._parts.window.turn(self._drives, since, hurry=hurry) as mine:
+                    if mine:
+                        self._begin()
+                    elif not self._flying:
+                        self._parts.window.pause()
         if self._flying:
             self._land(self._flying.popleft())
+
+    def _begin(self) -> None:
+        """Start writing what was accepted, as much as the window has room for."""
+        limit = 0 if self._parts.config.fsync == "each" else self._parts.window.most_bytes(self._load_bytes)
+        by_space: dict[int, list[Parcel]] = {}
+        for parcel in self._parts.accepted.take(limit):
+            by_space.setdefault(parcel.namespace, []).append(parcel)
+        for namespace, parcels in by_space.items():
+            self._survive(partial(self._launch, self._parts.spaces[namespace], parcels))
 
     def _launch(self, space: Space, parcels: list[Parcel]) -> None:
         """Start writing; whatever goes wrong, the parcels end."""
@@ -143,6 +155,8 @@ class Writer:
                 return
             planned = plan(geometries, slots, cargo.base, Operation.WRITE, IoClass.WRITE)
             deadline = self._deadline()
+            drives = np.unique(planned.batch["drive"]).tolist()
+            held.enter_context(self._parts.window.writing(drives, int(planned.batch["length"].sum())))
             ticket = self._parts.engine.submit(planned.batch, IoClass.WRITE, deadline, self._parts.staging)
         except BaseException:
             held.close()
