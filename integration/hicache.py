@@ -97,7 +97,9 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
 
     @guarded(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Length of the leading run of pages that are there."""
+        """Length of the leading run of pages that are there; 0 where side pools hold them, and none is named."""
+        if self._tier.anchor_is_logical:
+            return 0
         return leading(self._tier.lookup(PoolName.KV, key_bytes(keys)))
 
     @guarded(_misses)
@@ -124,12 +126,14 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
     ) -> PoolTransferResult:
         """All lengths at which every pool's policy holds; a pool that we do not keep lets none be restored."""
         binary = key_bytes(keys)
+        # A second form of the KV pages (block groups) has a verdict of its own and never gates.
+        gates = [t for t in pool_transfers or () if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
+        if self._tier.anchor_is_logical and not gates:
+            return PoolTransferResult(0, {}, [])
         length = leading(self._tier.lookup(PoolName.KV, binary))
         hits = {PoolName.KV: length} if length else {}
         restorable = np.ones(length, np.bool_)
-        for transfer in pool_transfers or ():
-            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                continue  # a second form of the KV pages: has a verdict of its own, never gates
+        for transfer in gates:
             permits = allowed(self._tier.lookup(transfer.name, binary)[:length], transfer)
             if permits.any():
                 hits[transfer.name] = int(np.flatnonzero(permits)[-1]) + 1

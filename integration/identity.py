@@ -104,17 +104,20 @@ def head_groups(identity: Identity, storage: HiCacheStorageConfig, pool: Any) ->
 
 
 def namespaces(identity: Identity, storage: HiCacheStorageConfig, view: PoolView, pool: str) -> tuple[Namespace, ...]:
-    """One namespace for each page map of `view`."""
+    """One namespace for each page map of `view`; none for a logical pool."""
+    if view.logical:
+        return ()
     drafts = view.packs_draft or pool.startswith("draft")
-    sharded = view.sharded and storage.tp_size > 1
-    first = _first_head(identity, storage, view.heads)
+    sharded = is_sharded(storage, view)
+    # The heads of a side pool may be more or fewer than the model's (sliding windows, drafts).
+    first = _first_head(identity, storage, view.heads) if pool == "kv" else None
     assert first is not None or len(view.maps) == 1
     cut = view.heads // len(view.maps)
     return tuple(
         Namespace(
             model=identity.model,
             weights=f"{identity.weights}+{identity.draft_weights}" if drafts else identity.weights,
-            dtype=f"{identity.kv_dtype}/{view.dtype}" if view.dtype == "uint8" else view.dtype,
+            dtype=f"{identity.kv_dtype}/{view.dtype}" if view.dtype.startswith("uint8") else view.dtype,
             page_size=view.page_size,
             pool=pool,
             order=each.order,
@@ -129,6 +132,12 @@ def namespaces(identity: Identity, storage: HiCacheStorageConfig, view: PoolView
         )
         for group, each in enumerate(view.maps)
     )
+
+
+def is_sharded(storage: HiCacheStorageConfig, view: PoolView) -> bool:
+    """Whether each TP rank has objects of its own: its bytes differ, or SGLang takes no rank for the one that writes
+    (cache_controller.py:771)."""
+    return view.sharded or not storage.is_mla_model
 
 
 def flat_namespace(

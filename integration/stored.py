@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tutti_sglang.integration.calls import KEY_BYTES
 from tutti_sglang.integration.pools import PoolView
 from tutti_sglang.store import ObjectStore
 from tutti_sglang.store.namespace import Namespace
@@ -12,7 +13,8 @@ Found = npt.NDArray[np.bool_]
 
 
 class StoredPool:
-    """`namespaces`: one for each page map of `view` (head groups); a page is there when all of its objects are."""
+    """`namespaces`: one for each page map of `view` (head groups, none of a logical pool); a page is there when all of
+    its objects are."""
 
     def __init__(self, store: ObjectStore, view: PoolView, namespaces: tuple[Namespace, ...]) -> None:
         assert len(namespaces) == len(view.maps)
@@ -23,31 +25,31 @@ class StoredPool:
 
     def lookup(self, keys: bytes) -> Found:
         """(n,) whether the page is stored, or accepted by this process."""
-        return _all([self._store.lookup(each, keys) for each in self._ids])
+        return _all(len(keys) // KEY_BYTES, [self._store.lookup(each, keys) for each in self._ids])
 
     def get(self, keys: bytes, indices: torch.Tensor, deadline: float) -> Found:
         """Fill the pages at `indices` (token slots); (n,) whether it came. Rows are not touched after the return."""
-        pages = self.view.numbers(indices, len(keys) // 32)
+        pages = self.view.numbers(indices, len(keys) // KEY_BYTES)
         got = [
             self._store.get(each, keys, page_map.rows(pages), deadline)
             for each, page_map in zip(self._ids, self.view.maps, strict=True)
         ]
-        return _all(got)
+        return _all(len(pages), got)
 
     def put(self, keys: bytes, indices: torch.Tensor, deadline: float, depth: int = 0) -> Found:
         """Offer the pages at `indices`; (n,) whether stored or accepted. Rows are not read after the return."""
-        pages = self.view.numbers(indices, len(keys) // 32)
+        pages = self.view.numbers(indices, len(keys) // KEY_BYTES)
         done = [
             self._store.put(each, keys, page_map.rows(pages), deadline, depth=depth)
             for each, page_map in zip(self._ids, self.view.maps, strict=True)
         ]
-        return _all(done)
+        return _all(len(pages), done)
 
     def clear(self) -> int:
         """Remove the objects of these namespaces, of this process and of all others."""
         return sum(self._store.clear(each) for each in self._ids)
 
 
-def _all(parts: list[Found]) -> Found:
-    """(n,) whether each part has it."""
-    return np.asarray(np.logical_and.reduce(parts))
+def _all(count: int, parts: list[Found]) -> Found:
+    """(count,) whether every part has it."""
+    return np.asarray(np.logical_and.reduce(parts, axis=0)) if parts else np.ones(count, np.bool_)

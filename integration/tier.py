@@ -55,7 +55,14 @@ class Tier:
         self._pools[name] = self._stored(name, view)
         if name == PoolName.KV and self._generic:
             self.flat.open(Shape(view.page_bytes, pool.dtype))
-        logger.info("tutti: %s", self._pools[name].namespaces[0].readable())
+        for namespace in self._pools[name].namespaces[:1]:
+            logger.info("tutti: %s", namespace.readable())
+
+    @property
+    def anchor_is_logical(self) -> bool:
+        """Whether a page is what its side pools hold, and nothing else (DeepSeek-V4)."""
+        anchor = self._pools.get(PoolName.KV)
+        return anchor is not None and anchor.view.logical
 
     def lookup(self, name: str, keys: bytes) -> Found:
         """(n,) which pages of the pool are there; of the anchor also those that came as flat tensors."""
@@ -75,7 +82,7 @@ class Tier:
         pool = self._pools.get(name)
         if pool is None or indices is None:
             return np.zeros(len(keys) // KEY_BYTES, np.bool_)
-        if not (pool.view.sharded or self._storage.is_storage_writer):
+        if not (ids.is_sharded(self._storage, pool.view) or self._storage.is_storage_writer):
             return pool.lookup(keys)
         return pool.put(keys, indices, deadline, depth)
 
@@ -107,7 +114,7 @@ class Tier:
 
     def _own_identity_is_enough(self, view: PoolView) -> bool:
         """Whether no other rank holds the same bytes."""
-        return view.sharded or self._storage.tp_size == 1
+        return ids.is_sharded(self._storage, view) or self._storage.tp_size == 1
 
     def _drop_unrepeatable(self) -> None:
         if not is_repeatable(self._identity):
