@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks import report, storage_summary
 from benchmarks.backends import BACKENDS
-from benchmarks.fio import Fio
 from benchmarks.pools import shape_of
 from benchmarks.worker import Case, Worker
+from tutti_sglang.cli.fio import Fio
 from tutti_sglang.units import format_size, parse_size
 
 CONTENDERS = ["fio", "tutti", "tutti:checksum=off", "nixl", "file"]

@@ -3,7 +3,7 @@
 import typer
 
 import tutti_sglang
-from tutti_sglang.cli import doctor, inspect, maintain
+from tutti_sglang.cli import bench, demo, doctor, inspect, maintain, top
 
 app = typer.Typer(
     name="tutti",
@@ -13,7 +13,17 @@ app = typer.Typer(
     help="Look after the SSD tier of SGLang's KV cache. Exit codes: 0 good, 1 something was found, 2 failed, 3 refused "
     "without --yes.",
 )
-for verb in (doctor.doctor, inspect.inspect, maintain.verify, maintain.gc, maintain.clear):
+VERBS = (
+    doctor.doctor,
+    inspect.inspect,
+    maintain.verify,
+    maintain.gc,
+    maintain.clear,
+    bench.bench,
+    top.top,
+    demo.demo,
+)
+for verb in VERBS:
     app.command()(verb)
 
 
