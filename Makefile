@@ -9,7 +9,7 @@ ENV     := $(CACHE)/env-$(KEY)
 BIN     := .venv/bin
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help env serve test check gpu bench clean
+.PHONY: help env serve test check gpu bench docs clean
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -27,6 +27,9 @@ gpu:  ## tests and figures that need a CUDA device, from the source tree, withou
 
 bench: .venv/ready  ## where this machine stands [ARGS="--json FILE"]
 	$(BIN)/python -m benchmarks.storage $(ARGS)
+
+docs: .venv/ready  ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 env: .venv/ready  ## only make the environment
 

@@ -1,10 +1,16 @@
 """The documentation pages say what the code does."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from tutti_sglang.cli.app import VERBS
 from tutti_sglang.config import Config, load_config
 from tutti_sglang.metrics import _COUNTERS, _GAUGES
 from tutti_sglang.units import parse_size
@@ -44,6 +50,40 @@ def test_the_metrics_page_lists_every_metric_with_its_labels() -> None:
     rows = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in _rows(DOCS / "metrics.md")}
     known = {name: set(labels) for name, (_, labels) in (_COUNTERS | _GAUGES).items()}
     assert rows == known
+
+
+def test_the_command_line_page_lists_every_verb() -> None:
+    assert [row[0].strip("`") for row in _rows(DOCS / "cli.md")] == [verb.__name__ for verb in VERBS]
+
+
+def test_board_and_alerts_ask_for_metrics_that_exist_by_labels_that_they_have() -> None:
+    board = msgspec.json.decode((DOCS / "monitoring" / "grafana.json").read_bytes())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked += re.findall(r"expr: (.*)", (DOCS / "monitoring" / "alerts.yml").read_text())
+    assert len(asked) > 15
+    for expression in asked:
+        labels: set[str] = {"instance", "le"}
+        for name in re.findall(r"tutti_\w+", expression):
+            known = (_COUNTERS | _GAUGES).get(name.removesuffix("_total"))
+            assert known, f"no metric {name}"
+            assert name.endswith("_total") == (name.removesuffix("_total") in _COUNTERS), name
+            labels |= set(known[1])
+        for used in re.findall(r"by \(([\w, ]+)\)|(\w+)=~?\"", expression):
+            assert {each.strip() for each in (used[0] or used[1]).split(",")} <= labels, expression
+
+
+def test_prometheus_loads_the_alert_rules() -> None:
+    if not shutil.which("promtool"):
+        pytest.skip("promtool is not installed (apt-get install prometheus)")
+    subprocess.run(["promtool", "check", "rules", str(DOCS / "monitoring" / "alerts.yml")], check=True)
+
+
+def test_the_site_builds_with_strict_links(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "operations" / "index.html").exists()
 
 
 def test_every_relative_link_leads_somewhere() -> None:
