@@ -1,7 +1,8 @@
 """The index alone: opening, lookups and publishes at full size, idle and beside a thread that is busy with Python.
 
-Goal: what every batch pays before a byte moves. Lookups are timed for runs, whose slots are consecutive, and for keys
-from all over. Not a goal: throughput of many writers.
+Goal: what every batch pays before a byte moves: a lookup asks which keys are there, a get asks for their records too.
+Both are timed for runs, keys that were put together, and for keys from all over. Not a goal: throughput of many
+writers.
 """
 
 import argparse
@@ -20,7 +21,8 @@ import numpy as np
 from benchmarks import report
 from benchmarks.report import Row, quartiles
 from tutti_sglang.geometry import Stripe
-from tutti_sglang.store.index import KEY_SIZE, RECORD_DTYPE, Index, Records
+from tutti_sglang.store.index import RECORD_DTYPE, Index, Records
+from tutti_sglang.store.keys import KEY_SIZE
 from tutti_sglang.store.namespace import Namespace
 from tutti_sglang.store.slots import NO_SLOT, slots_of
 
@@ -104,6 +106,7 @@ class Bench:
             *(("lookup run", count, partial(self._run, count)) for count in (few, many)),
             *(("lookup scattered", count, partial(self._scattered, count)) for count in (few, many)),
             *(("lookup absent", count, partial(self._absent, count)) for count in (few, many)),
+            *(("records run", count, partial(self._records, count)) for count in (few, many)),
         ]
 
     def _writing(self) -> list[tuple[str, int, Callable[[], Act]]]:
@@ -124,6 +127,10 @@ class Bench:
     def _absent(self, count: int) -> Act:
         return partial(self._find, secrets.token_bytes(count * KEY_SIZE), False)
 
+    def _records(self, count: int) -> Act:
+        start = int(self._random.integers(len(self._keys) - count))
+        return partial(self._get, self._keys[start : start + count].tobytes())
+
     def _new(self, count: int) -> Act:
         return partial(self._publish, secrets.token_bytes(count * KEY_SIZE), self._lease(count))
 
@@ -133,7 +140,10 @@ class Bench:
         opened.close()
 
     def _find(self, keys: bytes, there: bool) -> None:
-        assert ((self._index.lookup(self._space, keys).records["slot"] != NO_SLOT) == there).all()
+        assert ((self._index.locate(self._space, keys) != NO_SLOT) == there).all()
+
+    def _get(self, keys: bytes) -> None:
+        assert (self._index.lookup(self._space, keys).records["slot"] != NO_SLOT).all()
 
     def _publish(self, keys: bytes, records: Records) -> None:
         assert self._index.publish(OWNER, self._space, keys, records).all()

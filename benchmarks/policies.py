@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.traces import Trace
 from tutti_sglang.store.admission import Seen
 from tutti_sglang.store.eviction import HITS_MAX, Sweep, aged, window_size
-from tutti_sglang.store.index import KEY_SIZE
+from tutti_sglang.store.keys import KEY_SIZE
 from tutti_sglang.store.slots import choose
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from tutti_sglang.metrics import Metrics
-from tutti_sglang.store.index import KEY_SIZE, RECORD_DTYPE, Index, Records
+from tutti_sglang.store.index import RECORD_DTYPE, Index, Records
+from tutti_sglang.store.keys import KEY_SIZE
 from tutti_sglang.store.namespace import Namespace
 from tutti_sglang.store.slots import Slots, slots_of
 

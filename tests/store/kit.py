@@ -15,7 +15,7 @@ from tutti_sglang.engine.threads import ThreadsEngine
 from tutti_sglang.memory import Region
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import Namespace, ObjectStore
-from tutti_sglang.store.index import KEY_SIZE
+from tutti_sglang.store.keys import KEY_SIZE
 from tutti_sglang.testing.faults import FaultPlan, FaultySystem
 
 TENSORS = (8192, 8192, 4096, 5000)

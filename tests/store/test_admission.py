@@ -15,7 +15,8 @@ from tutti_sglang.engine.batch import IOCTX_DTYPE
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import admission
 from tutti_sglang.store.admission import Admission, Seen
-from tutti_sglang.store.index import KEY_SIZE, Index
+from tutti_sglang.store.index import Index
+from tutti_sglang.store.keys import KEY_SIZE
 
 
 def test_a_key_is_known_the_second_time_and_new_the_third() -> None:

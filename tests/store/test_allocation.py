@@ -14,7 +14,8 @@ from tests.store.index_kit import EVER, GROUP, NAMESPACE, OTHER, SLOTS, check, n
 from tutti_sglang.errors import StoreError
 from tutti_sglang.geometry import Stripe
 from tutti_sglang.store import allocation
-from tutti_sglang.store.index import KEY_SIZE, Index
+from tutti_sglang.store.index import Index
+from tutti_sglang.store.keys import KEY_SIZE
 from tutti_sglang.store.slots import NO_SLOT, slots_of
 
 
@@ -43,6 +44,7 @@ def test_freed_slots_settle_in_pieces_without_a_lease(
     stored(index, space, SLOTS)
     before = index.epoch()
     index.clear(space)
+    assert index.purge()
     assert index.settle(before) == 0
     assert [index.settle(index.epoch()) for _ in range(3)] == [40, SLOTS - 40, 0]
     assert index.usage(space).free == SLOTS
@@ -85,21 +87,12 @@ def test_namespaces_do_not_share_segments(index: Index, space: int) -> None:
     assert index.usage(other).slots == 0
 
 
-def test_a_retired_segment_serves_and_leases_nothing(index: Index, space: int) -> None:
-    keys, records = stored(index, space, 4)
-    index.retire_segment(1)
-    assert (index.lookup(space, keys).records == records).all()
-    assert len(index.lease("me", space, 4, EVER)) == 0
-    assert [row.state for row in index.segments()] == ["retired"]
-
-
 def test_a_dropped_segment_takes_its_objects_and_leases_along_and_its_number_never_comes_back(
     index: Index, space: int
 ) -> None:
-    kept = index.add_segment(space, (1,), GROUP, SLOTS, Stripe.OBJECT)
-    index.retire_segment(kept)
     keys, records = stored(index, space, 8)
     late = slots_of(index.lease("late", space, 4, EVER))
+    kept = index.add_segment(space, (1,), GROUP, SLOTS, Stripe.OBJECT)
     index.delete(space, keys[:KEY_SIZE], records["slot"][:1].astype(np.int64))
     assert index.drop_segment(1) == 7
     assert (index.lookup(space, keys).records["slot"] == NO_SLOT).all()

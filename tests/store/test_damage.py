@@ -30,6 +30,7 @@ from tests.store.kit import (
 from tutti_sglang.errors import ForeignStoreError, StoreError
 from tutti_sglang.store import ObjectStore
 from tutti_sglang.store import segments as segments_module
+from tutti_sglang.store.index import Index
 from tutti_sglang.testing.faults import EVERY_BLOCK, WRITES, Fault, FaultPlan
 
 STRIDE = 8192
@@ -247,7 +248,7 @@ def test_a_file_that_nobody_knows_is_removed_and_nothing_else(disk: Path) -> Non
     close_good(store)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"format": 1}', b"[]", os.urandom(500)])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"format": 2}', b"[]", os.urandom(500)])
 def test_a_damaged_superblock_is_refused_with_a_hint(disk: Path, content: bytes) -> None:
     store, _ = filled(disk)
     assert store.close()
@@ -315,4 +316,38 @@ def test_objects_of_a_lost_row_in_the_index_free_their_slots(disk: Path) -> None
     assert report.repaired == 15
     assert eventually(lambda: store.verify().good)
     store_pages(store, ns, *range(20))
+    close_good(store)
+
+
+def test_nonsense_in_the_index_is_a_miss_of_that_object_found_by_verify_and_removed(disk: Path) -> None:
+    """Damage that no lookup of the object itself meets, too: its mark, its id."""
+    store, ns = filled(disk)
+    with sqlite3.connect(disk / "index.db") as connection:
+        slots = [slot for (slot,) in connection.execute("select slot from objects order by slot")]
+        for slot, spoiler in zip(
+            slots, ("record = x'00'", "mark = 5", "id = x'07'", "id = zeroblob(36)"), strict=False
+        ):
+            connection.execute(f"update objects set {spoiler} where slot = ?", (slot,))
+    connection.close()
+    assert sum(get(store, ns, *range(20))) == 16
+    assert eventually(lambda: store.stats().objects == 17), "a get that meets nonsense has it removed"
+    report = store.verify()
+    assert (report.damaged, report.objects) == (1, 16), "this one no get can meet"
+    assert store.verify(repair=True).repaired == 1
+    store_pages(store, ns, *range(20))
+    assert all(get(store, ns, *range(20)))
+    close_good(store)
+
+
+def test_what_was_cleared_comes_free_whoever_cleared_it(disk: Path) -> None:
+    """Who clears may die in the middle: others go on."""
+    store, ns = filled(disk)
+    index = Index(disk / "index.db")
+    assert index.clear(ns) == 20
+    index.close()
+    assert not any(lookup(store, ns, *range(20)))
+    assert not any(get(store, ns, *range(20)))
+    assert eventually(lambda: store.stats().objects == 0)
+    store_pages(store, ns, *range(20))
+    assert all(get(store, ns, *range(20)))
     close_good(store)

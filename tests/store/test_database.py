@@ -229,6 +229,7 @@ def test_killed_writers_lose_no_slot(index: Index, space: int) -> None:
             index.reclaim(owner)
         assert index.usage().leased == 0
     index.clear(space)
+    assert index.purge()
     assert len(slots_of(index.lease("me", space, SLOTS, EVER))) == SLOTS
     check(index)
 

@@ -66,9 +66,9 @@ def test_an_index_directory_with_other_things_in_it_is_refused(disk: Path) -> No
 
 def test_another_format_is_refused_by_name(disk: Path) -> None:
     close_good(open_store(disk))
-    text = (disk / "TUTTI").read_text().replace('"format": 1', '"format": 2')
+    text = (disk / "TUTTI").read_text().replace(f'"format": {superblock.FORMAT}', '"format": 1')
     (disk / "TUTTI").write_text(text)
-    with pytest.raises(ForeignStoreError, match=r"format 2.*reads format 1"):
+    with pytest.raises(ForeignStoreError, match=r"format 1.*reads format 2"):
         open_store(disk)
 
 

@@ -11,7 +11,8 @@ from xxhash import xxh3_64_intdigest
 from tests.store.kit import TENSORS, close_good, keys, namespace, open_store, store_pages
 from tutti_sglang.geometry import ALIGNMENT, GROUP_TARGET, Geometry, group_size
 from tutti_sglang.store import directory, eviction, owners, probe, schema, superblock
-from tutti_sglang.store.index import KEY_SIZE, RECORD_DTYPE
+from tutti_sglang.store.index import RECORD_DTYPE
+from tutti_sglang.store.keys import KEY_SIZE
 from tutti_sglang.store.namespace import Namespace
 from tutti_sglang.store.segments import file_name
 from tutti_sglang.store.slots import SEGMENT_SHIFT, SLOTS_MAX
@@ -72,7 +73,7 @@ def test_the_superblock_has_the_fields_of_the_page(tmp_path: Path) -> None:
     assert [row[0] for row in rows("Superblock")] == list(Superblock.__struct_fields__)
     block = Superblock(format=superblock.FORMAT, store="a" * 32, drive=0, segment_size=1 << 20)
     assert superblock.parse(msgspec.json.encode(block.sealed()), "here").segment_size == 1 << 20
-    assert superblock.FORMAT == schema.FORMAT == 1
+    assert superblock.FORMAT == schema.FORMAT == 2
     assert superblock.DRIVES_MAX - 1 == 65535
 
 

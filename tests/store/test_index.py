@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.store.index_kit import EVER, GROUP, NAMESPACE, OTHER, SLOTS, check, new_keys, new_records, open_index, stored
 from tutti_sglang.geometry import Stripe
-from tutti_sglang.store.index import KEY_SIZE, RECORD_DTYPE, Index
+from tutti_sglang.store import audit
+from tutti_sglang.store.index import RECORD_DTYPE, Index
+from tutti_sglang.store.keys import KEY_SIZE
 from tutti_sglang.store.slots import NO_SLOT, slots_of
 
 
@@ -92,14 +95,77 @@ def test_delete_needs_key_and_slot(index: Index, space: int) -> None:
     check(index)
 
 
-def test_clear_removes_one_namespace(index: Index, space: int) -> None:
-    other = index.namespace_id(OTHER)
+def test_clear_takes_one_namespace_out_of_sight_at_once(index: Index, space: int, tmp_path: Path) -> None:
+    other, second = index.namespace_id(OTHER), open_index(tmp_path)
     index.add_segment(other, (0,), GROUP, SLOTS, Stripe.TENSOR)
-    stored(index, space, 9)
+    gone, _ = stored(index, space, 9)
     keys, records = stored(index, other, 5)
     assert index.clear(space) == 9
-    assert (index.lookup(other, keys).records == records).all()
+    for each in (index, second):
+        assert (each.lookup(space, gone).records["slot"] == NO_SLOT).all()
+        assert (each.locate(space, gone) == NO_SLOT).all()
+        assert (each.lookup(other, keys).records == records).all()
     assert index.clear(space) == 0
+    check(index)
+    while second.purge():
+        pass
+    assert index.usage(space).used == 0
+    index.reclaim("me")
+    assert len(slots_of(index.lease("me", space, SLOTS, EVER))) == SLOTS
+    assert (index.lookup(other, keys).records == records).all()
+    second.close()
+    check(index)
+
+
+def test_what_is_published_while_its_segment_is_cleared_is_refused(index: Index, space: int) -> None:
+    """It would be out of sight, and deleted."""
+    stored(index, space, 4)
+    slots = slots_of(index.lease("me", space, 4, EVER))
+    index.clear(space)
+    assert not index.publish("me", space, new_keys(4), new_records(slots)).any()
+    assert index.give_back("me", slots) == 4
+    assert len(index.lease("me", space, 4, EVER)) == 0
+    while index.purge():
+        pass
+    stored(index, space, 4)
+    check(index)
+
+
+def test_a_cleared_namespace_of_many_segments_is_purged_piece_by_piece(index: Index, space: int) -> None:
+    for _ in range(3):
+        index.add_segment(space, (0,), GROUP, 6000, Stripe.TENSOR)
+    stored(index, space, 15000)
+    assert index.clear(space) == 15000
+    pieces = [index.usage(space).used]
+    while index.purge():
+        pieces.append(index.usage(space).used)
+    assert pieces[-1] == 0
+    assert max(-np.diff(pieces)) <= 4096
+    check(index)
+
+
+@pytest.mark.parametrize(
+    "spoiler",
+    ["record = substr(record, 1, 7)", "record = x''", "record = 'text'", "record = 7", "record = zeroblob(32)",
+     "record = record || x'00'", "record = 'ä' || substr(cast(record as text), 2)", "id = substr(id, 1, 9)",
+     "id = 'ä'", "id = 5", "mark = mark + 1"],
+)  # fmt: skip
+def test_a_damaged_row_is_a_miss_of_that_row_alone(index: Index, space: int, spoiler: str) -> None:
+    keys, records = stored(index, space, 12)
+    bad = int(records["slot"][5])
+    index._writer.execute(f"update objects set {spoiler} where slot = ?", (bad,))
+    found = index.lookup(space, keys)
+    assert (found.records["slot"] == NO_SLOT).tolist() == [n == 5 for n in range(12)]
+    assert (np.delete(found.records, 5) == np.delete(records, 5)).all()
+    assert set(found.damaged.tolist()) <= {bad, NO_SLOT}
+    assert (np.delete(index.locate(space, keys), 5) == np.delete(records["slot"], 5).astype(np.int64)).all()
+    occupants = index.occupants(0, NO_SLOT)
+    assert set(records["slot"].tolist()) - set(occupants.records["slot"].tolist()) <= {bad}
+    (seen,) = audit.objects(index.path, index.namespaces(), space)
+    assert seen.broken.tolist() == [bad]
+    assert (seen.batches[0].records == np.delete(records, 5)).all()
+    assert index.remove(seen.broken) == 1
+    assert index._metrics.value("tutti_index_errors") == 0
     check(index)
 
 

@@ -411,7 +411,7 @@ def test_no_bug_of_ours_reaches_the_caller(disk: Path, monkeypatch: pytest.Monke
         def broken(*_: object, error: type[Exception] | Exception = error, **__: object) -> None:
             raise error
 
-        for name in ("lookup", "clear"):
+        for name in ("lookup", "locate", "clear"):
             monkeypatch.setattr(store._parts.index, name, broken)
         pages = Pages(2)
         arguments = {"lookup": (keys(1, 2),), "clear": ()}.get(call, (keys(1, 2), pages.rows, soon()))

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from tutti_sglang.geometry import Stripe
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store.clock import Clock, places_of
-from tutti_sglang.store.index import KEY_SIZE, RECORD_DTYPE, Index
+from tutti_sglang.store.index import RECORD_DTYPE, Index
+from tutti_sglang.store.keys import KEY_SIZE
 from tutti_sglang.store.namespace import Namespace
 from tutti_sglang.store.slots import NO_SLOT, slots_of
 from tutti_sglang.store.sweeper import Sweeper, stretches
@@ -37,7 +38,7 @@ class Process:
     def put(self, count: int) -> bytes:
         """Store one prefix of so many pages."""
         slots = slots_of(self.index.lease("me", self.space, count, EVER))
-        records = np.zeros(count, RECORD_DTYPE)
+        records = np.ones(count, RECORD_DTYPE)
         records["slot"], records["depth"] = slots[:count], np.arange(count)
         keys = secrets.token_bytes(count * KEY_SIZE)
         assert self.index.publish("me", self.space, keys, records).all()
@@ -142,6 +143,8 @@ def test_objects_that_went_otherwise_are_not_counted(process: Process) -> None:
     keys = process.put(3 * SLOTS)
     process.evict(1)
     process.index.clear(process.space)
+    while process.index.purge():
+        pass
     assert process.evict(10) == 0
     assert not process.there(keys).any()
     more = process.put(5)

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from tutti_sglang.config import Config
 from tutti_sglang.engine.batch import Batch
-from tutti_sglang.store.index import KEY_SIZE, Index
+from tutti_sglang.store.index import Index
+from tutti_sglang.store.keys import KEY_SIZE
 
 SEEN_MAX = 1 << 20
 """Keys that are remembered at most: 8 MiB, touched as it fills."""

@@ -14,6 +14,9 @@ from tutti_sglang.store import slots as numbering
 from tutti_sglang.store.database import Database, json_list
 from tutti_sglang.store.slots import Ranges, Slots
 
+ACTIVE, CLEARING = "active", "clearing"
+"""States of a segment."""
+
 _SEGMENTS_PER_LEASE = 64
 _SETTLE_MAX = 1 << 14
 
@@ -23,7 +26,7 @@ _BITS = """
 """
 _RICHEST = _BITS.format(f"""
     select segment, bits from free join segments on segments.id = segment
-    where free.namespace = ? and count > 0 and state = 'active' and segment not in (select value from json_each(?))
+    where free.namespace = ? and count > 0 and state = '{ACTIVE}' and segment not in (select value from json_each(?))
     order by count desc limit {_SEGMENTS_PER_LEASE}
 """)
 _NAMED = _BITS.format("select segment, bits from free where segment in (select value from json_each(?))")
@@ -55,7 +58,7 @@ where slots = free.count + (
 
 class SegmentRow(msgspec.Struct, frozen=True, array_like=True):
     """A segment as the index knows it. `clock`: offset of its first slot's byte in the file `clock`; `created`: Unix
-    seconds; `state`: active, or retired (nothing is leased from it any more)."""
+    seconds; `state`: active, or clearing (what it holds is gone from sight and being deleted; nothing is leased)."""
 
     id: int
     namespace: int
@@ -101,7 +104,7 @@ class Allocation(Database):
         now = int(time.time())
         with self._transaction("add_segment") as connection:
             clock = _first_gap(connection.execute("select clock, slots from segments order by clock").fetchall(), slots)
-            row = (namespace, msgspec.json.encode(cycle).decode(), group, slots, stripe, "active", clock, now)
+            row = (namespace, msgspec.json.encode(cycle).decode(), group, slots, stripe, ACTIVE, clock, now)
             identifier = connection.execute(
                 "insert into segments (namespace, cycle, group_size, slots, stripe, state, clock, created) "
                 "values (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -121,11 +124,6 @@ class Allocation(Database):
             ).fetchone()
         return msgspec.json.decode(text, type=list[SegmentRow])
 
-    def retire_segment(self, segment: int) -> None:
-        """Lease nothing from it any more; what it holds is still served until `drop_segment`. StoreError."""
-        with self._write("retire_segment") as connection:
-            connection.execute("update segments set state = 'retired' where id = ?", (segment,))
-
     def drop_segment(self, segment: int) -> int:
         """Forget a segment, its objects and its leases; the objects that went. Its files can be removed afterwards, but
         not be written over: a reader may hold them open. StoreError."""
@@ -133,9 +131,7 @@ class Allocation(Database):
         with self._transaction("drop_segment") as connection:
             for table in ("settling", "leased"):  # first: this is how a segment goes that has a slot in two states
                 connection.execute(f"delete from {table} where slot >= ? and slot < ?", (first, last))
-            gone = connection.execute(
-                "delete from objects where id in (select id from objects where slot >= ? and slot < ?)", (first, last)
-            ).rowcount
+            gone = connection.execute("delete from objects where slot >= ? and slot < ?", (first, last)).rowcount
             connection.execute("delete from settling where slot >= ? and slot < ?", (first, last))
             connection.execute("delete from free where segment = ?", (segment,))
             connection.execute("delete from segments where id = ?", (segment,))
@@ -198,10 +194,14 @@ class Allocation(Database):
 
     def usage(self, namespace: int | None = None) -> Usage:
         """Slots of one namespace, or of all, by state; no object is looked at. StoreError."""
-        where, values = ("", ()) if namespace is None else (" where namespace = ?", (namespace,))
-        query = f"with chosen as (select id, slots from segments{where}) {_USAGE}"
         with self._read("usage") as connection:
-            return Usage(*connection.execute(query, values).fetchone())
+            return usage(connection, "" if namespace is None else f"where namespace = {namespace}")
+
+
+def usage(connection: Connection, which: str) -> Usage:
+    """Of the segments that the `where` clause chooses."""
+    query = f"with chosen as (select id, slots from segments {which}) {_USAGE}"
+    return Usage(*connection.execute(query).fetchone())
 
 
 def _first_gap(taken: list[tuple[int, int]], size: int) -> int:

@@ -2,7 +2,7 @@
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +11,15 @@ import numpy.typing as npt
 
 from tutti_sglang.store import schema
 from tutti_sglang.store.index import RECORD_DTYPE, Records
-from tutti_sglang.store.slots import SEGMENT_SHIFT, SLOTS_MAX
+from tutti_sglang.store.keys import KEY_SIZE, marks, some
+from tutti_sglang.store.slots import SEGMENT_SHIFT, SLOTS_MAX, Slots
 
 BATCH = 1024
+
+_BODY = np.dtype(RECORD_DTYPE.descr[1:])
+_ID_SIZE = 4 + KEY_SIZE
+_NOBODY = -1
+_Row = tuple[int, int, bytes, bytes]
 
 _SLOTS = {
     "object": "select slot from objects",
@@ -32,11 +38,18 @@ class Audit(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Objects of one namespace, in the order of their keys."""
+    """Objects of one namespace, by slot."""
 
     namespace: int
     keys: bytes
     records: Records
+
+
+class Found(NamedTuple):
+    """A stretch of the table of objects. `broken`: slots of rows that no lookup can find or understand."""
+
+    batches: list[Batch]
+    broken: Slots
 
 
 def audit(path: Path) -> Audit:
@@ -67,24 +80,46 @@ def audit(path: Path) -> Audit:
     return Audit({k: v for k, v in lost.items() if v}, {k: v for k, v in double.items() if v}, stray)
 
 
-def objects(path: Path, namespace: int | None) -> Iterator[Batch]:
-    """All objects of a namespace, or of all, BATCH at a time, each as of its own moment. FAILURES of a database."""
-    last = b"" if namespace is None else namespace.to_bytes(4, "big")
+def objects(path: Path, namespaces: Collection[int], only: int | None) -> Iterator[Found]:
+    """All objects of the store's `namespaces`, or of `only` one, about BATCH at a time, each as of its own moment.
+    Broken rows are nobody's and come in any case. FAILURES of a database."""
+    last = -1 << 63
     while True:
         with snapshot(path) as connection:
             rows = connection.execute(
-                f"select id, slot, record from objects where id > ? order by id limit {BATCH}", (last,)
+                "select slot, mark, cast(id as blob), cast(record as blob) from objects where slot > ? "
+                f"order by slot limit {BATCH}",
+                (last,),
             ).fetchall()
-        rows = [row for row in rows if row[0][:4] == rows[0][0][:4]]
-        if not rows or (namespace is not None and int.from_bytes(rows[0][0][:4], "big") != namespace):
+        if not rows:
             return
         last = rows[-1][0]
-        records = np.empty(len(rows), dtype=RECORD_DTYPE)
-        records["slot"] = [row[1] for row in rows]
-        body = np.frombuffer(b"".join(row[2] for row in rows), dtype=np.dtype(RECORD_DTYPE.descr[1:]))
-        for name, *_ in RECORD_DTYPE.descr[1:]:
-            records[name] = body[name]
-        yield Batch(int.from_bytes(last[:4], "big"), b"".join(row[0][4:] for row in rows), records)
+        by_namespace: dict[int, list[_Row]] = {}
+        for row in rows:
+            whole = row[2] and row[3] and len(row[2]) == _ID_SIZE and len(row[3]) == _BODY.itemsize
+            number = int.from_bytes(row[2][:4], "big") if whole else _NOBODY
+            by_namespace.setdefault(number if number in namespaces else _NOBODY, []).append(row)
+        broken = [row[0] for row in by_namespace.pop(_NOBODY, [])]
+        batches = []
+        for number, mine in by_namespace.items():
+            batch, lost = _batch(number, mine)
+            broken += lost
+            if only in (None, number):
+                batches.append(batch)
+        yield Found(batches, np.array(broken, dtype=np.int64))
+
+
+def _batch(namespace: int, rows: list[_Row]) -> tuple[Batch, list[int]]:
+    """The rows that lookups find, and the slots of the others."""
+    keys = b"".join(row[2][4:] for row in rows)
+    records = np.empty(len(rows), dtype=RECORD_DTYPE)
+    records["slot"] = slots = np.array([row[0] for row in rows], dtype=np.int64)
+    body = np.frombuffer(b"".join(row[3] for row in rows), dtype=_BODY)
+    for name, *_ in RECORD_DTYPE.descr[1:]:
+        records[name] = body[name]
+    good = (marks(namespace, keys).view(np.int64) == [row[1] for row in rows]) & (records["generation"] != 0)
+    which = np.flatnonzero(good)
+    return Batch(namespace, some(keys, which), records[which]), slots[~good].tolist()
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ def collect(parts: Parts, growth: Growth, unused_for: float, namespace: int | No
         if share.idle >= unused_for and namespace in (None, share.namespace)
     ]
     objects = sum(parts.index.clear(number) for number in chosen)
+    while parts.index.purge():
+        pass
     parts.segments.refresh()
     sizes = parts.segments.sizes()
     dropped = [number for number in parts.index.empty_segments() if growth.drop(number) is not None]

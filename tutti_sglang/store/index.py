@@ -8,12 +8,11 @@ import numpy.typing as npt
 
 from tutti_sglang.errors import StoreError
 from tutti_sglang.metrics import Metrics
+from tutti_sglang.store.allocation import ACTIVE, CLEARING, usage
 from tutti_sglang.store.database import json_list
+from tutti_sglang.store.keys import KEY_SIZE, marks
 from tutti_sglang.store.registry import Registry
-from tutti_sglang.store.slots import NO_SLOT, Slots
-
-KEY_SIZE = 32
-"""Bytes of a key: SGLang's chained SHA-256 of a page."""
+from tutti_sglang.store.slots import NO_SLOT, SEGMENT_SHIFT, Slots, segments_of
 
 RECORD_DTYPE = np.dtype(
     [
@@ -35,43 +34,61 @@ _BODY_DTYPE = np.dtype(RECORD_DTYPE.descr[1:])
 """The column `record`: the slot is a column of its own."""
 _BODY = _BODY_DTYPE.itemsize
 
+_MARK = 20
+"""Digits of a mark, sign included, where many are one argument beside the slots `n`."""
+_MARK_OF_N = f"cast(substr(?2, n.key * {_MARK} + 1, {_MARK}) as integer)"
+
 # One row for a whole batch: slots as a list, the records joined and written as hex once, which is cheaper than each.
+# What SQLite finds by its mark alone is compared with the whole id here; `locate` does without, and reads no row.
+_MOMENT = f"(select value from epoch), (select group_concat(id) from segments where state = '{CLEARING}')"
+_LOCATE = f"""
+    select {_MOMENT}, group_concat(ifnull(o.slot, {NO_SLOT}))
+    from json_each(?1) as n left join objects as o indexed by objects_by_mark on o.mark = n.value
+"""
 _LOOKUP = f"""
-    select (select value from epoch),
-           group_concat(ifnull(o.slot, {NO_SLOT})),
-           hex(group_concat(ifnull(o.record, x'{"00" * _BODY}'), ''))
-    from json_each(?2) as n left join objects as o on o.id = substr(?1, n.key * {_ID_SIZE} + 1, {_ID_SIZE})
+    select {_MOMENT}, group_concat(ifnull(o.slot, {NO_SLOT})),
+           hex(group_concat(iif(length(cast(o.record as blob)) = {_BODY} and o.id = substr(?2, n.key * {_ID_SIZE} + 1,
+                                {_ID_SIZE}), o.record, x'{"00" * _BODY}'), ''))
+    from json_each(?1) as n left join objects as o on o.mark = n.value
 """
 _PUBLISH = f"""
-    insert or ignore into objects (id, slot, record)
-    select substr(?1, n.key * {_ID_SIZE} + 1, {_ID_SIZE}), n.value, substr(?2, n.key * {_BODY} + 1, {_BODY})
-    from json_each(?3) as n cross join leased on leased.slot = n.value where leased.owner = ?4
+    insert or ignore into objects (slot, mark, id, record)
+    select n.value, {_MARK_OF_N}, substr(?1, n.key * {_ID_SIZE} + 1, {_ID_SIZE}),
+           substr(?3, n.key * {_BODY} + 1, {_BODY})
+    from json_each(?4) as n cross join leased on leased.slot = n.value where leased.owner = ?5
+    and n.value >> {SEGMENT_SHIFT} not in (select id from segments where state = '{CLEARING}')
 """
 _MATCH = f"""
-    select group_concat(n.key) from json_each(?2) as n cross join objects as o
-    on o.id = substr(?1, n.key * {_ID_SIZE} + 1, {_ID_SIZE}) and o.slot = n.value
+    select group_concat(n.key) from json_each(?1) as n cross join objects as o
+    on o.slot = n.value and o.mark = {_MARK_OF_N}
 """
-_DELETE = f"""
-    delete from objects where id in
-    (select substr(?1, n.value * {_ID_SIZE} + 1, {_ID_SIZE}) from json_each(?2) as n)
-"""
-_OCCUPANTS = """
-    select hex(group_concat(id, '')), group_concat(slot), hex(group_concat(record, ''))
-    from (select * from objects where slot >= ? and slot < ? order by slot)
+_DELETE = "delete from objects where slot in (select value from json_each(?))"
+_OCCUPANTS = f"""
+    select hex(group_concat(id, '')), group_concat(slot),
+           hex(group_concat(iif(length(cast(record as blob)) = {_BODY}, record, x'{"00" * _BODY}'), ''))
+    from (select * from objects where slot >= ? and slot < ? and length(cast(id as blob)) = {_ID_SIZE} order by slot)
 """
 _SORTED_FROM = 1024
 """Keys from which sorting them pays."""
-_CLEAR_PIECE = 4096
 _CLEAR = f"""
-    delete from objects where id in (select id from objects where id >= ? and id < ? limit {_CLEAR_PIECE})
+    update segments set state = '{CLEARING}' where namespace = ? and exists
+    (select 1 from objects where slot >= segments.id << {SEGMENT_SHIFT} and slot < (segments.id + 1) << {SEGMENT_SHIFT})
+"""
+_PURGE_PIECE = 4096
+_PURGE = f"""
+    delete from objects where slot in
+    (select slot from objects where slot >= ?1 << {SEGMENT_SHIFT} and slot < (?1 + 1) << {SEGMENT_SHIFT}
+     limit {_PURGE_PIECE})
 """
 
 
 class Lookup(NamedTuple):
-    """Records as of one moment, and the store's epoch at that moment."""
+    """Records as of one moment, and the store's epoch at that moment. `damaged`: (n,) the slot of a record that cannot
+    be understood, and so is none; else NO_SLOT."""
 
     records: Records
     epoch: int
+    damaged: Slots
 
 
 class Occupants(NamedTuple):
@@ -99,28 +116,46 @@ class Index(Registry):
         with self._read("epoch") as connection:
             return int(connection.execute("select value from epoch").fetchone()[0])
 
-    def lookup(self, namespace: int, keys: bytes) -> Lookup:
-        """The records of n keys of 32 bytes, as of one moment; `slot` = NO_SLOT where there is none. Never waits for a
-        writer. A statement that fails is counted, and finds nothing."""
-        count = len(keys) // KEY_SIZE
-        order = _tree_order(keys) if count >= _SORTED_FROM else np.arange(count)
-        values = (_ids(namespace, keys, order), "[" + ",".join("0" * count) + "]")
+    def locate(self, namespace: int, keys: bytes) -> Slots:
+        """(n,) the slots of n keys of 32 bytes, as of one moment; NO_SLOT where there is none. Another key is taken for
+        one of them once in 2⁶⁴. Never waits for a writer. A statement that fails is counted, and finds nothing."""
+        marks_, order = _marks(namespace, keys)
         try:
             with self._read("lookup") as connection:
-                epoch, slots, body = connection.execute(_LOOKUP, values).fetchone()
+                epoch, clearing, slots = connection.execute(_LOCATE, (json_list(marks_),)).fetchone()
         except StoreError:
-            return Lookup(_absent(count), self._last_epoch)
+            return np.full(len(marks_), NO_SLOT)
         self._last_epoch = max(self._last_epoch, epoch)
-        records = np.empty(count, dtype=RECORD_DTYPE)
+        found = np.empty(len(marks_), dtype=np.int64)
+        found[order] = _numbers(slots)
+        return _in_sight(found, clearing)
+
+    def lookup(self, namespace: int, keys: bytes) -> Lookup:
+        """The records of n keys; `slot` = NO_SLOT where there is none. Else as `locate`, and without its doubt."""
+        marks_, order = _marks(namespace, keys)
+        values = (json_list(marks_), _ids(namespace, keys, order))
+        try:
+            with self._read("lookup") as connection:
+                epoch, clearing, slots, body = connection.execute(_LOOKUP, values).fetchone()
+        except StoreError:
+            return Lookup(_absent(len(marks_)), self._last_epoch, np.full(len(marks_), NO_SLOT))
+        self._last_epoch = max(self._last_epoch, epoch)
+        records = np.empty(len(marks_), dtype=RECORD_DTYPE)
         records[order] = _records(slots, body)
-        return Lookup(records, epoch)
+        records["slot"] = _in_sight(records["slot"].astype(np.int64), clearing)
+        spoiled = records["generation"] == 0
+        damaged = np.where(spoiled, records["slot"].astype(np.int64), NO_SLOT)
+        records[spoiled] = _absent(1)
+        return Lookup(records, epoch, damaged)
 
     def publish(self, owner: str, namespace: int, keys: bytes, records: Records) -> npt.NDArray[np.bool_]:
-        """(n,) True where this record is now the index's: the key had none, and `owner` holds the slot's lease. The
-        other slots stay leased, for `give_back`. All or nothing per object. StoreError, then nothing was published."""
+        """(n,) True where this record is now the index's: the key had none, and `owner` holds the slot's lease, outside
+        what is being cleared. The other slots stay leased, for `give_back`. All or nothing per object. StoreError, then
+        nothing was published."""
+        assert records["generation"].all()
         slots = records["slot"].astype(np.int64)
         body = np.ascontiguousarray(records).view(np.uint8).reshape(-1, RECORD_DTYPE.itemsize)[:, 8:].tobytes()
-        values = (_ids(namespace, keys), body, json_list(slots), owner)
+        values = (_ids(namespace, keys), _digits(namespace, keys), body, json_list(slots), owner)
         with self._write("publish") as connection:
             if connection.execute(_PUBLISH, values).rowcount == len(records):
                 return np.ones(len(records), dtype=np.bool_)
@@ -128,14 +163,18 @@ class Index(Registry):
 
     def delete(self, namespace: int, keys: bytes, slots: Slots) -> npt.NDArray[np.bool_]:
         """(n,) True where the key still had this slot: the object is gone, its slot settles. StoreError."""
-        ids = _ids(namespace, keys)
         gone = np.zeros(len(slots), dtype=np.bool_)
         with self._transaction("delete") as connection:
-            (text,) = connection.execute(_MATCH, (ids, json_list(slots))).fetchone()
+            (text,) = connection.execute(_MATCH, (json_list(slots), _digits(namespace, keys))).fetchone()
             if text:
-                connection.execute(_DELETE, (ids, f"[{text}]"))
-                gone[np.fromstring(text, dtype=np.int64, sep=",")] = True
+                gone[_numbers(text)] = True
+                connection.execute(_DELETE, (json_list(slots[gone]),))
         return gone
+
+    def remove(self, slots: Slots) -> int:
+        """Delete what these slots hold, whatever it is; how many objects. StoreError."""
+        with self._write("remove") as connection:
+            return connection.execute(_DELETE, (json_list(slots),)).rowcount
 
     def occupants(self, first: int, last: int) -> Occupants:
         """The objects in the slots `first` to `last` - 1. StoreError."""
@@ -145,15 +184,36 @@ class Index(Registry):
         return Occupants(rows[:, _ID_SIZE - KEY_SIZE :], _records(slots, body))
 
     def clear(self, namespace: int) -> int:
-        """Delete all objects of a namespace, in pieces that let other writers in; how many they were. StoreError."""
-        low, high = namespace.to_bytes(4, "big"), (namespace + 1).to_bytes(4, "big")
-        total = 0
-        while True:
-            with self._write("clear") as connection:
-                gone = connection.execute(_CLEAR, (low, high)).rowcount
-            total += gone
-            if gone < _CLEAR_PIECE:
-                return total
+        """Put all objects of a namespace out of sight, of all processes and at once; how many they were. `purge`
+        deletes them. StoreError."""
+        with self._transaction("clear") as connection:
+            seen = usage(connection, f"where namespace = {namespace} and state != '{CLEARING}'").used
+            connection.execute(_CLEAR, (namespace,))
+        return seen
+
+    def purge(self) -> bool:
+        """Delete a piece of what was cleared, by whomever; False where there is nothing more. StoreError."""
+        with self._read("purge") as reader:  # most often there is nothing, and no turn at writing is needed
+            (segment,) = reader.execute(f"select min(id) from segments where state = '{CLEARING}'").fetchone()
+        if segment is None:
+            return False
+        with self._transaction("purge") as connection:
+            if connection.execute(_PURGE, (segment,)).rowcount < _PURGE_PIECE:
+                connection.execute(f"update segments set state = '{ACTIVE}' where id = ?", (segment,))
+        return True
+
+
+def _marks(namespace: int, keys: bytes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(n,) the marks of the keys as SQLite's integers, and whose they are: in the order of the B-tree where there are
+    many, since neighbours share pages."""
+    found = marks(namespace, keys).view(np.int64)
+    order = np.argsort(found) if len(found) >= _SORTED_FROM else np.arange(len(found))
+    return found[order], order
+
+
+def _digits(namespace: int, keys: bytes) -> bytes:
+    """The n marks, _MARK digits each."""
+    return marks(namespace, keys).view(np.int64).astype(f"S{_MARK}").tobytes()
 
 
 def _ids(namespace: int, keys: bytes, order: npt.NDArray[np.int64] | None = None) -> bytes:
@@ -166,16 +226,21 @@ def _ids(namespace: int, keys: bytes, order: npt.NDArray[np.int64] | None = None
     return ids.tobytes()
 
 
-def _tree_order(keys: bytes) -> npt.NDArray[np.int64]:
-    """(n,) which key comes next in the B-tree, as far as its first 8 bytes tell: neighbours share pages."""
-    return np.asarray(np.argsort(np.frombuffer(keys, dtype=">u8")[:: KEY_SIZE // 8]))
+def _numbers(text: str | None) -> npt.NDArray[np.int64]:
+    """What SQLite's group_concat made of integers: None where there was none."""
+    return np.fromstring(text or "", dtype=np.int64, sep=",")
+
+
+def _in_sight(slots: Slots, clearing: str | None) -> Slots:
+    """NO_SLOT instead of those in segments that are being cleared."""
+    return np.where(np.isin(segments_of(slots), _numbers(clearing)), NO_SLOT, slots) if clearing else slots
 
 
 def _records(slots: str | None, body: str | None) -> Records:
     """What SQLite said: None where it was about nothing."""
     packed = np.frombuffer(bytes.fromhex(body or ""), dtype=_BODY_DTYPE)
     records = np.empty(len(packed), dtype=RECORD_DTYPE)
-    records["slot"] = np.fromstring(slots or "", dtype=np.int64, sep=",")
+    records["slot"] = _numbers(slots)
     for name in _BODY_DTYPE.names or ():
         records[name] = packed[name]
     return records

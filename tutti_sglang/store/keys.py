@@ -4,7 +4,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang import checksum
-from tutti_sglang.store.index import KEY_SIZE
+
+KEY_SIZE = 32
+"""Bytes of a key: SGLang's chained SHA-256 of a page."""
 
 
 def count(keys: bytes) -> int:

@@ -28,7 +28,7 @@ from tutti_sglang.store.opening import close_parts, open_parts
 from tutti_sglang.store.publisher import Publisher
 from tutti_sglang.store.putting import Putter
 from tutti_sglang.store.room import Room
-from tutti_sglang.store.sight import Flags, look
+from tutti_sglang.store.sight import Flags, spot
 from tutti_sglang.store.space import Space
 from tutti_sglang.store.upkeep import Upkeep
 from tutti_sglang.store.verify import Verifier, VerifyReport
@@ -38,7 +38,7 @@ from tutti_sglang.units import format_size
 T = TypeVar("T")
 
 CLEAR_SECONDS = 5.0
-"""How long `clear` tries while another process does not let it write."""
+"""How long `clear` tries while another process does not let it write, and goes on freeing room."""
 
 
 class StoreStats(NamedTuple):
@@ -145,7 +145,7 @@ class ObjectStore:
         def act() -> Flags:
             space = self._parts.spaces[ns]
             accepted = self._parts.accepted.contains(ns, split(keys)) if len(self._parts.accepted) else False
-            found = accepted | look(self._parts, space, keys).claimed
+            found = accepted | spot(self._parts, space, keys).claimed
             there = int(found.sum())
             self._parts.metrics.add("tutti_lookup_objects", there, outcome="found")
             self._parts.metrics.add("tutti_lookup_objects", len(found) - there, outcome="absent")
@@ -190,7 +190,8 @@ class ObjectStore:
         return self._guard("drain", lambda: self._parts.accepted.drain(time.monotonic() + timeout), False)
 
     def clear(self, ns: int) -> int:
-        """Remove all objects of the namespace; how many they were."""
+        """Remove all objects of the namespace; how many they were. They are out of sight at once, for all processes;
+        where they are too many for CLEAR_SECONDS, their room comes free in the background."""
 
         def act() -> int:
             until = time.monotonic() + CLEAR_SECONDS
@@ -198,10 +199,14 @@ class ObjectStore:
                 gone = self._parts.accepted.clear(ns)
             while True:
                 try:
-                    return gone + self._parts.index.clear(ns)
+                    gone += self._parts.index.clear(ns)
+                    break
                 except StoreError:  # SGLang reports success whatever it is told: try for as long as one may
                     if time.monotonic() > until:
                         raise
+            with contextlib.suppress(StoreError):  # counted, and upkeep goes on with it
+                self._upkeep.purge(until)
+            return gone
 
         return self._guard("clear", act, 0)
 

@@ -10,7 +10,7 @@ from tutti_sglang.store.accepted import Parcel
 from tutti_sglang.store.keys import some, split
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.plan import object_addresses, tensor_addresses
-from tutti_sglang.store.sight import Flags, look
+from tutti_sglang.store.sight import Flags, spot
 from tutti_sglang.store.space import Space
 
 PARCEL_BYTES = 8 << 20
@@ -29,7 +29,7 @@ class Putter:
         """(n,) whether the object is stored or accepted. `depth`: of the first key in its prefix."""
         names = split(keys)
         done = self._parts.accepted.contains(space.id, names)
-        sight = look(self._parts, space, keys)
+        sight = spot(self._parts, space, keys)
         done |= sight.claimed
         self._parts.metrics.add("tutti_put_objects", int(done.sum()), outcome="exists")
         self._parts.hits.hit(space, sight.slots[sight.claimed])

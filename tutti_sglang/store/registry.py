@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tutti_sglang.errors import StoreError
 from tutti_sglang.store.allocation import Allocation
 from tutti_sglang.store.eviction import Share, cooled
 from tutti_sglang.store.namespace import Namespace
@@ -20,8 +21,14 @@ class NamespaceRow(NamedTuple):
 
     @property
     def tensors(self) -> tuple[int, ...]:
-        """Bytes of each tensor of an object."""
-        return msgspec.json.decode(self.readable, type=_Tensors).tensors
+        """Bytes of each tensor of an object. StoreError."""
+        try:
+            return msgspec.json.decode(self.readable, type=_Tensors).tensors
+        except msgspec.DecodeError as error:
+            raise StoreError(
+                f"The index is damaged: what it says of a namespace cannot be read ({error})",
+                "Stop all servers of this store and remove index.db*: the store starts empty",
+            ) from error
 
 
 class _Tensors(msgspec.Struct):

@@ -17,7 +17,7 @@ from tutti_sglang.engine.base import Engine
 from tutti_sglang.engine.batch import Batch, Results
 from tutti_sglang.errors import EngineError
 from tutti_sglang.geometry import Geometry
-from tutti_sglang.store.allocation import SegmentRow
+from tutti_sglang.store.allocation import ACTIVE, SegmentRow
 from tutti_sglang.store.drives import Drive
 from tutti_sglang.store.health import Health
 from tutti_sglang.store.index import Index
@@ -124,8 +124,9 @@ class Segments:
         return self._all_serve(number, lambda drive: drive.reads)
 
     def writable(self, number: int) -> bool:
-        """Whether all of its drives serve writes."""
-        return self._all_serve(number, lambda drive: drive.writes)
+        """Whether all of its drives serve writes, and what is written there will be seen."""
+        found = self.find(number)
+        return found is not None and found.row.state == ACTIVE and self._all_serve(number, lambda drive: drive.writes)
 
     def _all_serve(self, number: int, way: Callable[[Drive], Health]) -> bool:
         found = self.find(number)

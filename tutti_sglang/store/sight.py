@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang.store.index import Records
-from tutti_sglang.store.keys import split
+from tutti_sglang.store.index import RECORD_DTYPE, Records
+from tutti_sglang.store.keys import KEY_SIZE, some, split
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.slots import NO_SLOT, Slots, segments_of
 from tutti_sglang.store.space import Space
@@ -35,11 +35,31 @@ class Sight(NamedTuple):
 
 
 def look(parts: Parts, space: Space, keys: bytes) -> Sight:
-    """Ask the index. Never raises: what cannot be found out is not there."""
-    # Doubts before records: what is settled between the two is then neither in doubt nor recorded, and not the other
-    # way round.
-    trusted = parts.doubts.trusted(space.id, split(keys)) if parts.doubts.any else True
-    records = parts.index.lookup(space.id, keys).records
+    """Ask the index, for who reads the objects. Never raises: what cannot be found out is not there. A record that says
+    nothing is removed."""
+    trusted = _trusted(parts, space, keys)
+    found = parts.index.lookup(space.id, keys)
+    spoiled = np.flatnonzero(found.damaged != NO_SLOT)
+    if len(spoiled):
+        parts.doubts.condemn(space.id, split(some(keys, spoiled)), found.damaged[spoiled])
+    return _judge(parts, found.records, trusted)
+
+
+def spot(parts: Parts, space: Space, keys: bytes) -> Sight:
+    """The same for who only asks what is there: `records` have nothing but slots, and a get may know better."""
+    trusted = _trusted(parts, space, keys)
+    records = np.zeros(len(keys) // KEY_SIZE, dtype=RECORD_DTYPE)
+    records["slot"] = parts.index.locate(space.id, keys)
+    return _judge(parts, records, trusted)
+
+
+def _trusted(parts: Parts, space: Space, keys: bytes) -> Flags | bool:
+    """To be asked before the index: what is settled between the two is then neither in doubt nor recorded, and not the
+    other way round."""
+    return parts.doubts.trusted(space.id, split(keys)) if parts.doubts.any else True
+
+
+def _judge(parts: Parts, records: Records, trusted: Flags | bool) -> Sight:
     recorded = records["slot"] != NO_SLOT
     readable = recorded.copy()
     segments = segments_of(records["slot"].astype(np.int64))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from tutti_sglang.errors import StoreError
 from tutti_sglang.store.allocation import Usage
@@ -15,6 +16,9 @@ from tutti_sglang.store.room import Room
 
 SLOW_SECONDS = 2.0
 """How often what other processes did is looked at."""
+
+PURGE_SECONDS = 0.1
+"""Of each tick, for what was cleared."""
 
 SHRINK_SECONDS = 10.0
 """Time for all processes to close a dropped segment, so that its space shows as free before another one is dropped."""
@@ -40,6 +44,7 @@ class Upkeep:
         if not self._parts.gone.is_set():
             duties += [self._publisher.clean, self._room.settle, self._room.rest, self._drop_lost, self._count]
             duties += [self._settle] if self.usage.settling else []
+            duties += [partial(self.purge, time.monotonic() + PURGE_SECONDS)]
             if time.monotonic() >= self._next_slow:
                 self._next_slow = time.monotonic() + SLOW_SECONDS
                 duties += [self.reclaim, self._parts.segments.refresh, self._make_space, self._evictor.trim]
@@ -49,6 +54,16 @@ class Upkeep:
     def begin(self) -> None:
         """What dead owners held is free before anything is leased, unless the index cannot be written to now."""
         self._do([self.reclaim, self._parts.admission.flush])
+
+    def purge(self, until: float) -> None:
+        """Free the room of what was cleared, whoever did it; the rest another time. StoreError."""
+        began = False
+        while time.monotonic() < until and self._parts.index.purge():
+            if not began:
+                self._parts.segments.refresh()  # nothing new must go to where it would not be seen
+            began = True
+        if began:
+            self._parts.segments.refresh()
 
     def _do(self, duties: list[Callable[[], object]]) -> None:
         for duty in duties:

@@ -23,7 +23,7 @@ from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.plan import object_addresses, tensor_addresses
 from tutti_sglang.store.reader import Reader, Request
 from tutti_sglang.store.sight import Flags
-from tutti_sglang.store.slots import SEGMENT_SHIFT, SLOTS_MAX, numbers_of, segments_of
+from tutti_sglang.store.slots import SEGMENT_SHIFT, SLOTS_MAX, Slots, numbers_of, segments_of
 from tutti_sglang.store.space import Space
 
 REGION = 16 << 20
@@ -79,9 +79,11 @@ class Verifier:
         path = self._parts.index.path
         spaces = {number: Space(number, row.tensors) for number, row in self._parts.index.namespaces().items()}
         try:
-            for batch in objects(path, namespace):
-                self._report.objects += len(batch.records)
-                self._check(spaces[batch.namespace], batch)
+            for found in objects(path, spaces, namespace):
+                for batch in found.batches:
+                    self._report.objects += len(batch.records)
+                    self._check(spaces[batch.namespace], batch)
+                self._judge_rows(found.broken)
             if namespace is None:
                 self._account(audit(path))
         except FAILURES as error:
@@ -139,6 +141,14 @@ class Verifier:
         if self._repair and len(bad):
             gone = self._parts.index.delete(space.id, some(keys, bad), records["slot"][bad].astype(np.int64))
             self._report.repaired += int(gone.sum())
+
+    def _judge_rows(self, broken: Slots) -> None:
+        """Rows of the index that say nothing: what they were about is lost."""
+        self._report.damaged += len(broken)
+        for slot in broken.tolist():
+            self._say(f"the index has nonsense about slot {slot & SLOTS_MAX} of segment {slot >> SEGMENT_SHIFT}")
+        if self._repair and len(broken):
+            self._report.repaired += self._parts.index.remove(broken)
 
     def _judge_sums(self, space: Space, records: Records, rows: Addresses, bad: npt.NDArray[np.int64]) -> None:
         """The objects are good, their rows of checksums are not: these can be made again."""
