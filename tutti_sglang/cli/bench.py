@@ -22,7 +22,7 @@ from tutti_sglang.config import load_config
 from tutti_sglang.errors import ConfigError, StoreError
 from tutti_sglang.memory import Region
 from tutti_sglang.store import Namespace, ObjectStore
-from tutti_sglang.store.index import KEY_SIZE
+from tutti_sglang.store.keys import KEY_SIZE
 from tutti_sglang.units import format_size, parse_size
 
 TENSOR = 64 << 10
