@@ -1,0 +1,1 @@
+"""Models and replay behind `python -m benchmarks.simulate`."""
