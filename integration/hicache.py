@@ -219,12 +219,15 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         """SGLang has dropped its cache: write what was accepted or, after new weights, go on under a new identity."""
         if not self._suspended:
             self._tier.store.drain(WRITE_SECONDS)
-        elif self._tier.renew():
+        else:
+            self._tier.renew()
             self._suspended = False
             self._calls.open()
-            logger.info("tutti: the tier is on again, with new weights and nothing stored")
-        else:
-            logger.warning("tutti: replicated KV needs an identity that all ranks share: the tier stays off")
+            logger.info("tutti: the tier is on again, with new weights")
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks of a server, named for people."""
+        return self._tier.facts()
 
     def _get(self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float) -> list[bool]:
         start = time.monotonic()

@@ -8,26 +8,18 @@ import inspect
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from tutti_sglang import SGLANG_VERSION
 from tutti_sglang.errors import HookError
+from tutti_sglang.integration import attaching, updating
 from tutti_sglang.integration.flags import CLASS_NAME, NAME
+from tutti_sglang.integration.hook import Hook
 
 logger = logging.getLogger(__name__)
-
-
-class Hook(NamedTuple):
-    """`parameters`: those of the target that the hook relies on, in order; None = any."""
-
-    target: str
-    kind: HookType
-    function: Callable[..., Any]
-    parameters: tuple[str, ...]
 
 
 def _create_backend(original: Any, cls: Any, name: str, backend_class: Any, storage_config: Any, pool: Any) -> Any:
@@ -37,66 +29,10 @@ def _create_backend(original: Any, cls: Any, name: str, backend_class: Any, stor
     return original(cls, name, backend_class, storage_config, pool)
 
 
-def _choose_zero_copy(_: None, controller: Any, *args: Any, **kwargs: Any) -> None:
-    # SGLang picks the pair by a list of names (managers/cache_controller.py:645). Nothing is queued before it returns.
-    if controller.storage_backend_type == NAME:
-        controller.page_get_func = controller._page_get_zero_copy
-        controller.page_set_func = controller._page_set_zero_copy
-        if controller.prefetch_capacity_limit < controller.prefetch_threshold:
-            logger.warning(
-                "tutti: the host pool has room for reads of %d tokens, less than the %d of prefetch_threshold: nothing "
-                "will be read from the store. Raise --hicache-ratio or --hicache-size",
-                controller.prefetch_capacity_limit,
-                controller.prefetch_threshold,
-            )
-
-
-def _refuse_pools(controller: Any, storage_backend: str, *args: Any, host_pools: Any = None, **kwargs: Any) -> None:
-    # Side pools are registered when the threads already run and nothing is rolled back any more: look before.
-    if storage_backend == NAME:
-        from tutti_sglang.integration.pools import view_of
-
-        for entry in host_pools or ():
-            view_of(entry.host_pool)
-
-
 def _close_backends(*args: Any, **kwargs: Any) -> None:
     # Host memory is unpinned and dropped here, before SGLang's own detach at exit (unified_radix_cache.py:603).
     for backend in _live_backends():
         backend.close()
-
-
-def _take_identity(*args: Any, **kwargs: Any) -> None:
-    # The first moment at which the configuration is published, and the last before files are read.
-    try:
-        _served().take()
-    except Exception:
-        logger.exception("tutti: the model's identity will be taken when the storage is attached")
-
-
-def _suspend_backends(*args: Any, **kwargs: Any) -> None:
-    _served().change()
-    for backend in _live_backends():
-        backend.suspend("the weights are being updated")
-
-
-def _suspend_at_new_version(scheduler: Any, new_version: str | None) -> None:
-    from sglang.srt.runtime_context import get_serving
-
-    if new_version is not None and new_version != get_serving().weight_version:
-        _suspend_backends()
-
-
-def _resume_backends(flushed: bool, *args: Any, **kwargs: Any) -> None:
-    if flushed:
-        for backend in _live_backends():
-            backend.flushed()
-
-
-def _served() -> Any:
-    from tutti_sglang.integration.served import served
-
-    return served
 
 
 def _live_backends() -> list[Any]:
@@ -105,44 +41,21 @@ def _live_backends() -> list[Any]:
     return live_backends()
 
 
-_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
-_HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-
-HOOKS = (
+HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend",
         HookType.AROUND,
         _create_backend,
         ("cls", "backend_name", "backend_class", "storage_config", "mem_pool_host"),
     ),
-    Hook(f"{_CONTROLLER}.attach_storage_backend", HookType.AFTER, _choose_zero_copy, ("self", "storage_backend")),
-    Hook(f"{_HYBRID}.attach_storage_backend", HookType.BEFORE, _refuse_pools, ("self", "storage_backend")),
     Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.release_host_resources",
         HookType.BEFORE,
         _close_backends,
         ("self",),
     ),
-    *(
-        Hook(f"{_UPDATER}.{name}", HookType.BEFORE, _suspend_backends, ("self", "recv_req"))
-        for name in (
-            "update_weights_from_disk",
-            "update_weights_from_distributed",
-            "update_weights_from_tensor",
-            "update_weights_from_ipc",
-            "begin_weight_update",
-        )
-    ),
-    Hook(
-        f"{_SCHEDULER}.record_weight_version_change",
-        HookType.BEFORE,
-        _suspend_at_new_version,
-        ("self", "new_version"),
-    ),
-    Hook(f"{_SCHEDULER}.init_model_config", HookType.AFTER, _take_identity, ("self",)),
-    Hook(f"{_SCHEDULER}.flush_cache", HookType.AFTER, _resume_backends, ("self",)),
+    *attaching.HOOKS,
+    *updating.HOOKS,
 )
 
 

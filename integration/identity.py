@@ -64,8 +64,8 @@ def published_identity() -> Identity | None:
     draft = spec.speculative_draft_model_path
     return Identity(
         model=_text({key: value for key, value in described.items() if value}),
-        weights=_weights(config.model_path, config.revision, model.load_format),
-        draft_weights=_weights(draft, spec.speculative_draft_model_revision, model.load_format) if draft else "",
+        weights=weights_of(config.model_path, config.revision, model.load_format),
+        draft_weights=weights_of(draft, spec.speculative_draft_model_revision, model.load_format) if draft else "",
         kv_dtype=model.kv_cache_dtype,
         kv_heads=config.get_total_num_kv_heads(),
         speculative=spec.speculative_algorithm or "",
@@ -171,7 +171,8 @@ def _first_head(identity: Identity, storage: HiCacheStorageConfig, heads: int) -
     return first
 
 
-def _weights(model_path: str, revision: str | None, load_format: str) -> str:
+def weights_of(model_path: str, revision: str | None, load_format: str) -> str:
+    """Fingerprint of a checkpoint; without files on this machine what is left: its name and revision."""
     checkpoint = _checkpoint(model_path, revision)
     weights = weights_fingerprint(checkpoint, load_format)
     if load_format == "dummy" or not weights.startswith(CONFIG_ONLY):

@@ -4,6 +4,7 @@ import logging
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
@@ -14,7 +15,7 @@ from tutti_sglang.integration import identity as ids
 from tutti_sglang.integration.calls import KEY_BYTES
 from tutti_sglang.integration.flat import FlatObjects, Shape
 from tutti_sglang.integration.pools import PoolView, view_of
-from tutti_sglang.integration.served import is_repeatable, renewed, served
+from tutti_sglang.integration.served import is_repeatable, served
 from tutti_sglang.integration.stored import Found, StoredPool
 from tutti_sglang.metrics import process_metrics
 from tutti_sglang.store import ObjectStore
@@ -35,7 +36,13 @@ class Tier:
             raise UnsupportedError(f'"path": "{loaded.config.path}" is not served here', 'Set it to "host"')
         self._storage = storage
         self._generic = generic
-        self._identity = served.identity(storage.model_name, loaded.config.model_id)
+        self._identify = partial(
+            served.identity,
+            storage.model_name,
+            loaded.config.model_id,
+            trust_version=loaded.config.trust_weight_version,
+        )
+        self._identity = self._identify()
         self.store = ObjectStore(loaded.config, metrics=process_metrics())
         self._pools: dict[str, StoredPool] = {}
         self.flat = self._flat_objects()
@@ -44,11 +51,6 @@ class Tier:
     def attach(self, name: str, pool: Any) -> None:
         """Keep the pages of a host pool; again with the same pool does nothing."""
         view = view_of(pool, ids.head_groups(self._identity, self._storage, pool) if name == PoolName.KV else 1)
-        if not (is_repeatable(self._identity) or self._own_identity_is_enough(view)):
-            raise UnsupportedError(
-                "The weights were updated while serving: replicated KV needs an identity that all ranks share",
-                "Restart the server with the new weights",
-            )
         known = self._pools.get(name)
         if known is not None and known.view.maps == view.maps:
             return
@@ -94,27 +96,22 @@ class Tier:
         """Remove the objects of this rank's namespaces; how many."""
         return sum(pool.clear() for pool in self._pools.values()) + self.flat.clear()
 
-    def renew(self) -> bool:
-        """Go on under a random identity: the weights are new and no file says which.
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks of a server, named for people."""
+        facts: dict[str, str] = msgspec.structs.asdict(self._identity) | {"kv_heads": str(self._identity.kv_heads)}
+        return {name.replace("_", " "): value for name, value in facts.items()}
 
-        False where ranks hold replicas and would have to agree on it.
-        """
-        if not all(self._own_identity_is_enough(pool.view) for pool in self._pools.values()):
-            return False
+    def renew(self) -> None:
+        """Go on under the identity that the model has now."""
         self._drop_unrepeatable()
-        self._identity = renewed(self._identity)
+        self._identity = self._identify()
         self._pools = {name: self._stored(name, pool.view) for name, pool in self._pools.items()}
         self.flat = self._flat_objects()
-        return True
 
     def close(self, timeout: float) -> bool:
         """Write what was accepted and close the store; False when some of it did not make it."""
         self._drop_unrepeatable()
         return self.store.close(timeout)
-
-    def _own_identity_is_enough(self, view: PoolView) -> bool:
-        """Whether no other rank holds the same bytes."""
-        return ids.is_sharded(self._storage, view) or self._storage.tp_size == 1
 
     def _drop_unrepeatable(self) -> None:
         if not is_repeatable(self._identity):

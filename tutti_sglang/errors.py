@@ -7,6 +7,7 @@
     │   └── CapacityError             … because there is no room for even one segment
     ├── EngineError (RuntimeError)    an I/O engine cannot start or has been closed
     ├── UnsupportedError              SGLang was asked for something that this tier cannot serve
+    ├── RankError                     the ranks of a server do not agree, so none of them attaches
     └── HookError                     a hook into SGLang did not take
 
 A message says what is wrong, the likely cause and the next command. I/O errors of single objects are not exceptions:
@@ -44,6 +45,10 @@ class EngineError(TuttiError, RuntimeError):
 
 class UnsupportedError(TuttiError):
     """SGLang was asked for something that this tier cannot serve."""
+
+
+class RankError(TuttiError):
+    """The ranks of a server do not agree, so none of them attaches."""
 
 
 class HookError(TuttiError):

@@ -234,9 +234,7 @@ def test_new_weights_while_serving_find_nothing(servers: Servers, world: World, 
     assert _admin(server, "DELETE", "/hicache/storage-backend")[0] == 200
     assert _admin(server, "PUT", "/hicache/storage-backend", _attach(extra(world.store)))[0] == 200
     _flush(server)
-    again = server.generate(PROMPT)
-    assert again.storage == 0, "the files on the disk are not what is served"
-    assert again.tokens == after.tokens
+    _from_storage(server.generate(PROMPT), after)  # known by the files that were read, not by those of the launch
 
 
 def _attach(settings: dict[str, Any]) -> dict[str, str]:
@@ -264,7 +262,7 @@ def test_detach_and_attach_while_serving_with_the_messages_of_a_bad_store(
         status, text = _admin(server, "PUT", "/hicache/storage-backend", _attach(settings))
         assert status == 400
         assert message in text
-    settings = extra(world.store, prefetch_threshold=64)
+    settings = extra(world.store)
     assert _admin(server, "PUT", "/hicache/storage-backend", _attach(settings))[0] == 200
     _flush(server)
     first = server.generate("Attached again. " + PROMPT)

@@ -19,9 +19,11 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from tests.integration.backends import Backends
 from tests.integration.host_pools import fill, mha_pool, mla_pool, slots, storage
 from tutti_sglang.errors import CapacityError, ConfigError, ForeignStoreError, StoreError, UnsupportedError
+from tutti_sglang.integration import served as served_module
+from tutti_sglang.integration import tier
 from tutti_sglang.integration.hicache import TuttiHiCacheStorage, live_backends
 from tutti_sglang.integration.identity import Identity
-from tutti_sglang.integration.served import served
+from tutti_sglang.integration.served import Served
 
 Open = Callable[..., TuttiHiCacheStorage]
 PAGES = [5, 0, 16, 3]
@@ -96,7 +98,7 @@ def test_layer_major_layouts_read_each_other_and_no_other(opened: Open) -> None:
 
 def test_heads_written_at_one_tp_size_are_read_at_another(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Identity(model="m", weights="w", kv_heads=4)
-    monkeypatch.setattr(served, "identity", lambda *_: model)
+    monkeypatch.setattr(tier.served, "identity", lambda *_, **__: model)
     whole, halves = mha_pool("page_head"), [mha_pool("page_head", heads=2) for _ in range(2)]
     fill(whole, 1)
     writer = opened(whole, tp_lcm_size=2, should_split_heads=True)
@@ -389,30 +391,53 @@ def test_a_directory_that_cannot_be_used_says_what_to_do(opened: Open, disk: Pat
         opened(mha_pool(), extra={"storage_dirs": [str(disk / "full")], "min_free_space": "900TiB"})
 
 
-def test_new_weights_find_nothing_of_the_old(opened: Open) -> None:
+def test_new_weights_find_nothing_of_the_old(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Served()
+    monkeypatch.setattr(tier, "served", model)
+
+    def update(backend: TuttiHiCacheStorage) -> None:
+        model.change()
+        backend.suspend("the weights are being updated")
+
     pool = mha_pool()
     backend = opened(pool)
     assert all(backend.batch_set_v1(keys(2), slots(pool, [0, 1])))
     backend.flushed()
-    backend.suspend("the weights are being updated")
+    update(backend)
     assert backend.batch_exists(keys(2)) == 0
     assert backend.batch_set_v1(keys(1, 5), slots(pool, [0])) == [False], "it may be of the old weights"
     backend.flushed()
     assert backend.batch_exists(keys(2)) == 0
     assert backend.batch_set_v1(keys(2), slots(pool, [0, 1])) == [True, True]
     assert backend.batch_exists(keys(2)) == 2
-    backend.suspend("again")
+    update(backend)
     backend.flushed()
     assert backend.batch_exists(keys(2)) == 0
+    monkeypatch.setattr(tier, "served", Served())
     assert opened(pool).batch_exists(keys(2)) == 2, "the old weights, after a restart"
 
 
-def test_replicas_stay_off_after_new_weights(opened: Open) -> None:
-    pool = mla_pool()
-    backend = opened(pool, tp_size=2, is_mla_model=True)
-    backend.suspend("the weights are being updated")
-    backend.flushed()
-    assert backend.batch_set_v1(keys(1), slots(pool, [0])) == [False]
+def test_replicas_share_their_pages_after_new_weights_too(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = [mla_pool(), mla_pool()]
+    models = [Served(), Served()]
+    launch = "one launch"
+    monkeypatch.setattr(served_module, "shared_id", lambda: launch)
+    ranks = []
+    for rank, pool in enumerate(pools):
+        monkeypatch.setattr(tier, "served", models[rank])
+        ranks.append(opened(pool, tp_rank=rank, tp_size=2, is_mla_model=True))
+    writer, reader = ranks
+    assert all(writer.batch_set_v1(keys(2), slots(pools[0], [0, 1])))
+    for backend, model in zip(ranks, models, strict=True):
+        model.change()
+        backend.suspend("the weights are being updated")
+        backend.flushed()
+    assert [each.batch_exists(keys(2)) for each in ranks] == [0, 0]
+    fill(pools[0], 1)
+    assert all(writer.batch_set_v1(keys(2), slots(pools[0], [0, 1])))
+    writer.flushed()
+    assert reader.batch_get_v1(keys(2), slots(pools[1], [4, 5])) == [True, True]
+    assert _equal(_contents(pools[1], [4, 5]), _contents(pools[0], [0, 1]))
 
 
 def test_attach_and_detach_leave_nothing_behind(opened: Open) -> None:

@@ -77,8 +77,9 @@ def test_a_hook_that_does_not_take_stops_the_attach_by_name() -> None:
     def case() -> None:
         from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-        gone = hooks.HOOKS[1]._replace(target=hooks.HOOKS[1].target + "_of_another_version")
-        hooks.HOOKS = (hooks.HOOKS[0], gone, *hooks.HOOKS[2:])
+        first = next(hook for hook in hooks.HOOKS if hook.target.endswith("attach_storage_backend"))
+        gone = first._replace(target=first.target + "_of_another_version")
+        hooks.HOOKS = tuple(gone if hook is first else hook for hook in hooks.HOOKS)
         _register()
         with pytest.raises(HookError, match=r"0\.5\.23.*attach_storage_backend_of_another_version"):
             StorageBackendFactory.create_backend("tutti", None, None)

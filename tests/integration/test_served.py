@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish, reset_context, resto
 from sglang.srt.server_args import ServerArgs
 
 from tutti_sglang.integration.cpu_model import write_model
+from tutti_sglang.integration.identity import Identity
 from tutti_sglang.integration.served import Served, is_repeatable
 
 
@@ -33,27 +34,95 @@ def _publish(model: Path, **changed: object) -> None:
 def test_files_that_are_overwritten_later_do_not_count(tmp_path: Path) -> None:
     write_model(tmp_path)
     _publish(tmp_path)
-    before, late = Served(), Served()
+    before = Served()
     before.take()
     write_model(tmp_path, seed=1)
-    assert before.identity("m", "").weights != late.identity("m", "").weights
+    assert before.identity("m", "").weights != Served().identity("m", "").weights
     write_model(tmp_path, seed=0)
-    assert before.identity("m", "") == late.identity("m", "")
-    assert before.identity("m", "mine") == late.identity("m", "mine") != before.identity("m", "other")
+    assert before.identity("m", "") == Served().identity("m", "")
+    assert before.identity("m", "mine") == Served().identity("m", "mine") != before.identity("m", "other")
+
+
+def test_a_model_that_is_attached_is_not_read_again(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    _publish(tmp_path)
+    model = Served()
+    first = model.identity("m", "")
+    write_model(tmp_path, seed=1)
+    assert model.identity("m", "") == first
 
 
 def test_changed_weights_have_an_identity_that_never_comes_again(tmp_path: Path) -> None:
     write_model(tmp_path)
     _publish(tmp_path)
-    model = Served()
-    model.take()
-    first = model.identity("m", "")
-    assert is_repeatable(first)
-    model.change()
-    changed = [model.identity("m", "") for _ in range(2)]
-    assert len({first, *changed}) == 3
-    assert not any(map(is_repeatable, changed))
-    assert changed[0].model == first.model
+    seen = set()
+    for _ in range(2):
+        model = Served()
+        model.take()
+        seen.add(model.identity("m", ""))
+        assert all(map(is_repeatable, seen)) or len(seen) > 1
+        for _ in range(2):
+            model.change()
+            assert model.identity("m", "") == model.identity("m", ""), "until the next update it is one"
+            assert not is_repeatable(model.identity("m", ""))
+            seen.add(model.identity("m", ""))
+    assert len(seen) == 5
+    assert len({identity.model for identity in seen}) == 1
+
+
+def test_weights_from_files_are_known_by_them_if_they_arrived_and_stayed(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    _publish(tmp_path)
+    first = Served().identity("m", "")
+    newer = tmp_path / "newer"
+    newer.mkdir()
+
+    def updated(seed: int, *, fails: bool = False, overwritten: bool = False, then: bool = False) -> Identity:
+        model = Served()
+        model.take()
+        write_model(newer, seed=seed)
+        model.change()
+        with model.loading(str(newer), None):
+            if overwritten:
+                write_model(newer, seed=9)
+            if not fails:
+                model.succeed(None)
+        if then:
+            model.succeed("v2")  # a name for the weights, told later
+        return model.identity("m", "")
+
+    assert updated(1) == updated(1, then=True) != first
+    assert is_repeatable(updated(1))
+    assert updated(0) == first, "back to the weights of the start"
+    assert updated(2) != updated(1), "other weights over the same path"
+    for odd in (updated(1, fails=True), updated(1, overwritten=True), updated(1, fails=True, then=True)):
+        assert not is_repeatable(odd)
+
+
+def test_a_version_is_believed_only_where_the_user_says_so(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    _publish(tmp_path)
+
+    def updated(version: str | None, *, trust: bool = True, fails: bool = False, again: bool = False) -> Identity:
+        model = Served()
+        model.take()
+        model.change()
+        if not fails:
+            model.succeed(version)
+        if again:
+            model.change()
+            model.succeed(None)
+        return model.identity("m", "", trust_version=trust)
+
+    assert updated("v1") == updated("v1") != updated("v2")
+    assert is_repeatable(updated("v1"))
+    for odd in (
+        updated("v1", trust=False),
+        updated(None),
+        updated("v1", fails=True),
+        updated("v1", again=True),
+    ):
+        assert not is_repeatable(odd)
 
 
 def test_adapters_count_by_their_content(tmp_path: Path) -> None:
