@@ -105,7 +105,7 @@ def _attach_over_http(original: Callable[..., Any], scheduler: Any, recv_req: An
 
 
 def _complete(recv_req: Any, page_size: int) -> None:
-    """The default that a launch has (flags.py): reads from one page on. A text that cannot be read is SGLang's to say."""
+    """The default that a launch has (flags.py): reads from one page on. A text that is no config is SGLang's matter."""
     with contextlib.suppress(ConfigError):
         extra = read_extra_config(recv_req.hicache_storage_backend_extra_config_json)
         if _is_ours(recv_req.hicache_storage_backend, extra) and "prefetch_threshold" not in extra:

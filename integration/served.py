@@ -103,7 +103,8 @@ def _files(model_path: str, load_format: str | None) -> str:
     """The fingerprint of a checkpoint on this machine; empty where there is none."""
     try:
         weights = weights_of(model_path, None, load_format or get_model().load_format)
-    except OSError:
+    except Exception:
+        logger.exception("tutti: the weight files cannot be read, so nothing that they lead to outlives this server")
         return ""
     return "" if weights.startswith(CONFIG_ONLY) else weights
 

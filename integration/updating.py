@@ -40,7 +40,7 @@ def _note_version(scheduler: Any, new_version: str | None) -> None:
     from sglang.srt.runtime_context import get_serving
 
     served = _served()
-    if new_version is not None and new_version != get_serving().weight_version and not served.changing:
+    if new_version is not None and new_version != get_serving().weight_version and served.flushed:
         _suspend()  # said by /update_weight_version alone: weights came by a way that SGLang does not see
     served.succeed(new_version)
 
@@ -65,7 +65,10 @@ def _resume_after_flush(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any
 
 def _resume() -> None:
     for backend in _live_backends():
-        backend.flushed()
+        try:
+            backend.flushed()
+        except Exception:
+            logger.exception("tutti: the tier stays off until the cache is flushed again")
 
 
 def _served() -> Any:
