@@ -54,8 +54,8 @@ def mha_mxfp8(pool: Any, _: int) -> Parts:
     """K and V of eight bits, and the block scales of each page, which the pool keeps beside its kv_buffer."""
     halves = (pool.k_buffer, pool.v_buffer)
     scales = (pool.k_scale_host, pool.v_scale_host)  # (pages, layers, bytes)
-    spans = _tokens(halves, pool.page_size) + [_span(part, 1) for part in scales]
-    parts = _kv(pool, (_page_map(Order.TOKEN, spans),), halves + scales)
+    spans = _tokens(halves, pool.page_size) + [span(part, 1) for part in scales]
+    parts = _kv(pool, (page_map(Order.TOKEN, spans),), halves + scales)
     return parts._replace(form="mxfp8", sharded=True)
 
 
@@ -91,14 +91,14 @@ def mamba(pool: Any, _: int) -> Parts:
     """The state after a page, a slot each: temporal and convolution states of each layer, registered side states."""
     states = [each for each in (pool.temporal_buffer, *pool.conv_buffer) if each.numel()]  # (slots, layers, 1, …)
     spans = _layers(states, range(pool.num_mamba_layers))
-    spans += [_span(each, 1) for each in pool.slot_state_buffers]
+    spans += [span(each, 1) for each in pool.slot_state_buffers]
     buffers = (*states, *pool.slot_state_buffers)
     return Parts(
-        maps=(_page_map(Order.LAYER, spans),),
+        maps=(page_map(Order.LAYER, spans),),
         buffers=buffers,
         layers=(0, pool.num_mamba_layers),
         pages=pool.page_num,
-        dtype="+".join(dict.fromkeys(_dtype(each.dtype) for each in buffers)),
+        dtype="+".join(dict.fromkeys(dtype_name(each.dtype) for each in buffers)),
         # Which axis of a state is the window depends on the platform; the bytes are as many.
         form="mamba" + "".join(str(tuple(each.shape[3:])).replace(" ", "") for each in states),
         sharded=True,
@@ -119,21 +119,21 @@ def _mla_split(pool: Any) -> Parts:
     spans = _layers(main, range(pool.layer_num))
     if index:
         spans += _layers(index, range(index[0].shape[1]))
-    return _kv(pool, (_page_map(Order.LAYER, spans),), main + index, form="kv_split")
+    return _kv(pool, (page_map(Order.LAYER, spans),), main + index, form="kv_split")
 
 
 def _rows(pool: Any, buffer: Any, pages: int, form: str) -> Parts:
     """A row for each page and layer: in a buffer (layers, pages, …), a list of such layers, or (pages, layers, …)."""
     if pool.layout == "layer_first":
         layers = list(buffer)
-        spans = [_span(layer, 1) for layer in layers]
+        spans = [span(layer, 1) for layer in layers]
         buffers = tuple(layers)
     elif pool.layout in ("page_first", "page_first_direct"):
         spans = _layers((buffer,), range(pool.layer_num))
         buffers = (buffer,)
     else:
         raise _unknown_layout(pool.layout)
-    return _kv(pool, (_page_map(Order.LAYER, spans),), buffers, form=form)._replace(pages=pages)
+    return _kv(pool, (page_map(Order.LAYER, spans),), buffers, form=form)._replace(pages=pages)
 
 
 def _kv(pool: Any, maps: tuple[PageMap, ...], buffers: tuple[torch.Tensor, ...], form: str = "") -> Parts:
@@ -144,7 +144,7 @@ def _kv(pool: Any, maps: tuple[PageMap, ...], buffers: tuple[torch.Tensor, ...],
         # SGLang's end_layer is the last layer in one place, one more in another.
         layers=(first, first + pool.layer_num),
         pages=getattr(pool, "page_num", 0),
-        dtype=_dtype(pool.dtype),
+        dtype=dtype_name(pool.dtype),
         form=form,
         packs_draft=pool.layer_num > getattr(pool, "target_layer_num", pool.layer_num),
     )
@@ -156,11 +156,11 @@ def _map(layout: str, halves: tuple[torch.Tensor, ...], page_size: int) -> PageM
         case "layer_first":  # (layers, slots, heads, width)
             assert all(half.is_contiguous() for half in halves)
             layers = zip(*halves, strict=True)
-            return _page_map(Order.LAYER, [_span(part, page_size) for part in chain.from_iterable(layers)])
+            return page_map(Order.LAYER, [span(part, page_size) for part in chain.from_iterable(layers)])
         case "page_first_direct":  # (pages, layers, page_size, heads, width)
-            return _page_map(Order.LAYER, _layers(halves, range(halves[0].shape[1])))
+            return page_map(Order.LAYER, _layers(halves, range(halves[0].shape[1])))
         case "page_first":  # (slots, layers, heads, width)
-            return _page_map(Order.TOKEN, _tokens(halves, page_size))
+            return page_map(Order.TOKEN, _tokens(halves, page_size))
     raise _unknown_layout(layout)
 
 
@@ -173,20 +173,20 @@ def _head_maps(halves: tuple[torch.Tensor, ...], groups: int) -> tuple[PageMap, 
         )
     cut = heads // groups
     parts = [[half[:, group * cut : (group + 1) * cut] for half in halves] for group in range(groups)]
-    return tuple(_page_map(Order.HEAD, [_span(part, 1) for part in group]) for group in parts)
+    return tuple(page_map(Order.HEAD, [span(part, 1) for part in group]) for group in parts)
 
 
 def _layers(buffers: Sequence[torch.Tensor], layers: Iterable[int]) -> Spans:
     """Of buffers (pages, layers, …): the parts of the first layer, then those of the second …"""
-    return [_span(buffer[:, layer], 1) for layer in layers for buffer in buffers]
+    return [span(buffer[:, layer], 1) for layer in layers for buffer in buffers]
 
 
 def _tokens(halves: tuple[torch.Tensor, ...], page_size: int) -> Spans:
     """Of buffers (slots, layers, …): all layers in one."""
-    return [_span(half, page_size) for half in halves]
+    return [span(half, page_size) for half in halves]
 
 
-def _span(part: torch.Tensor, rows: int) -> tuple[int, int, int]:
+def span(part: torch.Tensor, rows: int) -> tuple[int, int, int]:
     """(address, stride, size) in bytes of the runs of `rows` rows of `part`; each run must be one piece of memory."""
     assert part[0].is_contiguous()
     assert rows == 1 or part.is_contiguous()
@@ -194,12 +194,14 @@ def _span(part: torch.Tensor, rows: int) -> tuple[int, int, int]:
     return part.data_ptr(), part.stride(0) * rows * part.element_size(), row * rows
 
 
-def _page_map(order: Order, spans: Spans) -> PageMap:
+def page_map(order: Order, spans: Spans) -> PageMap:
+    """The map whose tensors are these spans."""
     base, stride, sizes = zip(*spans, strict=True)
     return PageMap(order=order, base=base, stride=stride, sizes=sizes)
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As namespaces name it."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -6,6 +6,7 @@ where its value is decided: a page size declared earlier would stop models that 
 
 import argparse
 import contextlib
+import functools
 import logging
 import typing
 from collections.abc import Callable, Iterator
@@ -20,8 +21,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
 
 from tutti_sglang.config import load_config, read_extra_config
-from tutti_sglang.errors import TuttiError, UnsupportedError
+from tutti_sglang.errors import TuttiError
 from tutti_sglang.integration import precheck
+from tutti_sglang.integration.direct import flags as direct
 
 logger = logging.getLogger(__name__)
 
@@ -68,18 +70,22 @@ def _offer_in_parser(_: Any, parser: argparse.ArgumentParser) -> None:
 def check_settings(server_args: Any, previous: Step) -> None:
     """The first step that SGLang resolves: a setting that cannot work stops the launch here."""
     cfg = resolving_view(server_args)
-    if _is_ours(cfg):
-        with _plainly(server_args):
-            config = load_config(read_extra_config(cfg.hicache_storage_backend_extra_config)).config
+    given = functools.partial(_is_given, server_args, cfg)
+    with _plainly(server_args):
+        if _is_hicache(cfg):
+            extra = read_extra_config(cfg.hicache_storage_backend_extra_config)
+            config = load_config(extra).config
             if config.path == "direct":
-                raise UnsupportedError(
-                    '"path": "direct" (GPU to SSD without a host tier) is not in this version',
-                    'Leave "path" out of the extra config, or set it to "host"',
-                )
-            if cfg.enable_hierarchical_cache or cfg.disaggregation_decode_enable_offload_kvcache:
+                direct.turn_direct(server_args, cfg, NAME, extra, given)
+                precheck.open_once(config)
+            elif cfg.enable_hierarchical_cache or cfg.disaggregation_decode_enable_offload_kvcache:
                 precheck.open_once(config)
             else:
                 logger.warning("tutti: --hicache-storage-backend does nothing without --enable-hierarchical-cache")
+        elif direct.uses_linker(cfg, NAME):
+            config = direct.linker_settings(cfg)
+            direct.refuse_meaningless(given)
+            precheck.open_once(config)
     previous(server_args)
 
 
@@ -87,7 +93,7 @@ def choose_page_size(server_args: Any, previous: Step) -> None:
     """The last step before SGLang settles on one token per page; model and attention backend have had their say."""
     previous(server_args)
     cfg = resolving_view(server_args)
-    if not _is_ours(cfg):
+    if not (_is_hicache(cfg) or direct.uses_linker(cfg, NAME)):
         return
     reason = _why_single_tokens(cfg)
     if cfg.page_size is None and not reason:
@@ -122,7 +128,7 @@ def small_page_warning(page_size: int, reason: str = "") -> str:
 def choose_layout_and_threshold(server_args: Any, previous: Step) -> None:
     """Before SGLang makes layout and I/O backend agree; the page size is known by now."""
     cfg = resolving_view(server_args)
-    if _is_ours(cfg):
+    if _is_hicache(cfg):
         if not any(_is_given(server_args, cfg, flag) for flag in LAYOUT):
             declare_resolution(server_args, NAME, **LAYOUT)
             logger.info("tutti: %s (neither was given)", ", ".join(f"{k}={v}" for k, v in LAYOUT.items()))
@@ -141,7 +147,7 @@ def _is_given(server_args: Any, cfg: Any, flag: str) -> bool:
     return getattr(cfg, flag) != default or flag in command
 
 
-def _is_ours(cfg: Any) -> bool:
+def _is_hicache(cfg: Any) -> bool:
     if cfg.hicache_storage_backend == NAME:
         return True
     text = cfg.hicache_storage_backend_extra_config or ""

@@ -6,10 +6,8 @@ outlasts its deadline, none touches host rows after it returned.
 
 import logging
 import time
-import weakref
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -20,14 +18,13 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
-from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from tutti_sglang.errors import UnsupportedError
-from tutti_sglang.integration import hooks
+from tutti_sglang.integration import hooks, live
 from tutti_sglang.integration.calls import Calls, guarded, key_bytes
+from tutti_sglang.integration.hashing import load_hashing
 from tutti_sglang.integration.pools import view_of
-from tutti_sglang.integration.prefix import allowed, leading
+from tutti_sglang.integration.prefix import leading, restorable
 from tutti_sglang.integration.stored import Found
 from tutti_sglang.integration.tier import Tier
 from tutti_sglang.metrics import process_metrics
@@ -38,13 +35,6 @@ READ_SECONDS, WRITE_SECONDS = 8.0, 5.0
 """Deadlines of a call: SGLang's flush and detach fail when one lasts 10 s."""
 
 CLOSE_SECONDS = 9.0
-
-_live: "weakref.WeakSet[TuttiHiCacheStorage]" = weakref.WeakSet()
-
-
-def live_backends() -> list["TuttiHiCacheStorage"]:
-    """Backends of this process that are not closed."""
-    return [backend for backend in _live if not backend.closed]
 
 
 def _misses(keys: list[str], *_: Any, **__: Any) -> list[bool]:
@@ -81,9 +71,9 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
             if extra is not None:
                 # Asked after the constructor (cache_controller.py:662); without it a page takes two more copies.
                 extra.setdefault("interface_v1", 1)
-        _load_hashing()
+        load_hashing()
         self._tier = Tier(storage_config, generic=not (extra or {}).get("interface_v1", 1))
-        _live.add(self)
+        live.add(self)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Attach the anchor pool; UnsupportedError names what is served instead."""
@@ -130,15 +120,7 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         gates = [t for t in pool_transfers or () if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
         if self._tier.anchor_is_logical and not gates:
             return PoolTransferResult(0, {}, [])
-        length = leading(self._tier.lookup(PoolName.KV, binary))
-        hits = {PoolName.KV: length} if length else {}
-        restorable = np.ones(length, np.bool_)
-        for transfer in gates:
-            permits = allowed(self._tier.lookup(transfer.name, binary)[:length], transfer)
-            if permits.any():
-                hits[transfer.name] = int(np.flatnonzero(permits)[-1]) + 1
-            restorable &= permits
-        pages = (np.flatnonzero(restorable) + 1).tolist()
+        pages, hits = restorable(lambda name: self._tier.lookup(name, binary), gates)
         return PoolTransferResult(pages[-1] if pages else 0, hits, pages)
 
     @guarded(_pool_misses)
@@ -254,14 +236,3 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
 def _bools(found: Found) -> list[bool]:
     answers: list[bool] = found.tolist()  # SGLang calls list.index on it (hicache_storage.py:201)
     return answers
-
-
-def _load_hashing() -> None:
-    # Loaded inside the first prefetch otherwise, which then runs into SGLang's time-out; it may even need a compiler.
-    try:
-        get_hash_str([0], None, 1)
-    except RuntimeError as error:
-        raise UnsupportedError(
-            f"SGLang's page hash extension does not load: {error.__cause__ or error}",
-            "It is built at first use: install a C++ compiler and the OpenSSL headers (apt-get install g++ libssl-dev)",
-        ) from error

@@ -16,6 +16,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from tutti_sglang import SGLANG_VERSION
 from tutti_sglang.errors import HookError
 from tutti_sglang.integration import attaching, updating
+from tutti_sglang.integration.direct import hooks as direct
 from tutti_sglang.integration.flags import CLASS_NAME, NAME
 from tutti_sglang.integration.hook import Hook
 
@@ -36,7 +37,7 @@ def _close_backends(*args: Any, **kwargs: Any) -> None:
 
 
 def _live_backends() -> list[Any]:
-    from tutti_sglang.integration.hicache import live_backends
+    from tutti_sglang.integration.live import live_backends
 
     return live_backends()
 
@@ -56,6 +57,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     *attaching.HOOKS,
     *updating.HOOKS,
+    *direct.HOOKS,
 )
 
 
@@ -82,6 +84,13 @@ def ensure() -> None:
         HookRegistry.apply_hooks()
     if _installed and missing():
         logger.warning("tutti: %s", _explain(missing()))
+
+
+def demand() -> None:
+    """As `ensure`; HookError in a scheduler where one is missing."""
+    ensure()
+    if _installed:
+        require()
 
 
 def missing() -> list[str]:

@@ -1,7 +1,9 @@
 """How much of a prefix can be restored: SGLang's hit policies on arrays (mem_cache/hicache_storage.py:288)."""
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from tutti_sglang.integration.stored import Found
 
@@ -20,3 +22,20 @@ def allowed(found: Found, transfer: PoolTransfer) -> Found:
     missing = np.concatenate([[0], np.cumsum(~found)])
     ends = np.arange(1, len(found) + 1)
     return np.asarray(missing[ends] == missing[np.maximum(0, ends - window)])
+
+
+def restorable(
+    found: Callable[[str], Found], transfers: Iterable[PoolTransfer]
+) -> tuple[list[int], dict[PoolName, int]]:
+    """All lengths, in pages, at which every pool's policy holds, and the longest for each pool alone. `found`: which of
+    the prefix's pages are there in a pool; one that is not kept lets none be restored. `transfers`: of the side
+    pools."""
+    length = leading(found(PoolName.KV))
+    hits = {PoolName.KV: length} if length else {}
+    good = np.ones(length, np.bool_)
+    for transfer in transfers:
+        permits = allowed(found(transfer.name)[:length], transfer)
+        if permits.any():
+            hits[transfer.name] = int(np.flatnonzero(permits)[-1]) + 1
+        good &= permits
+    return (np.flatnonzero(good) + 1).tolist(), hits

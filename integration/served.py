@@ -43,7 +43,9 @@ class Served:
 
         A model that must be downloaded first lies in files that nobody overwrites: it waits until the attach.
         """
-        if get_memory().enable_hierarchical_cache and Path(get_model().model_path).exists():
+        memory = get_memory()
+        used = memory.enable_hierarchical_cache or memory.enable_unified_cache_external_linker
+        if used and Path(get_model().model_path).exists():
             self._taken = published_identity()
 
     def change(self) -> None:

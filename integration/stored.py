@@ -1,12 +1,16 @@
-"""A host pool in the store: whole pages between the pool's rows and the objects of its namespaces."""
+"""A pool in the store: whole pages, or layers of them, between memory and the objects of its namespaces."""
+
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tutti_sglang.engine.batch import IoClass
 from tutti_sglang.integration.calls import KEY_BYTES
 from tutti_sglang.integration.pools import PoolView
-from tutti_sglang.store import ObjectStore
+from tutti_sglang.memory import Addresses
+from tutti_sglang.store import Layers, ObjectStore
 from tutti_sglang.store.namespace import Namespace
 
 Found = npt.NDArray[np.bool_]
@@ -44,6 +48,21 @@ class StoredPool:
             for each, page_map in zip(self._ids, self.view.maps, strict=True)
         ]
         return _all(len(pages), done)
+
+    def read(self, keys: bytes, rows: Addresses, deadline: float, klass: IoClass) -> Found:
+        """Fill `rows` ((n, T) addresses of host memory); (n,) whether it came. For pools of one page map."""
+        (namespace,) = self._ids
+        return self._store.get(namespace, keys, rows, deadline, klass)
+
+    def write(self, keys: bytes, rows: Addresses, deadline: float, depth: int) -> Found:
+        """Offer the pages in `rows`; (n,) whether stored or accepted. For pools of one page map."""
+        (namespace,) = self._ids
+        return self._store.put(namespace, keys, rows, deadline, depth=depth)
+
+    def layers(self, keys: bytes) -> AbstractContextManager[Layers]:
+        """Read the pages by tensors. For pools of one page map."""
+        (namespace,) = self._ids
+        return self._store.layers(namespace, keys)
 
     def clear(self) -> int:
         """Remove the objects of these namespaces, of this process and of all others."""

@@ -25,15 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class Tier:
-    """Opens the store that `storage.extra_config` names. `generic`: pages come as tensors, not as rows of a host pool.
+    """Opens the store that `storage.extra_config` names. `generic`: pages come as tensors, not as rows of a host pool;
+    `path`: the one that the caller serves.
 
     Raises ConfigError, StoreError or UnsupportedError, here and in `attach`.
     """
 
-    def __init__(self, storage: HiCacheStorageConfig, *, generic: bool) -> None:
+    def __init__(self, storage: HiCacheStorageConfig, *, generic: bool, path: str = "host") -> None:
         loaded = load_config(storage.extra_config or {}, rank=_world_rank(storage))
-        if loaded.config.path != "host":
-            raise UnsupportedError(f'"path": "{loaded.config.path}" is not served here', 'Set it to "host"')
+        if loaded.config.path != path:
+            raise UnsupportedError(f'"path": "{loaded.config.path}" is not served here', f'Set it to "{path}"')
+        self.config = loaded.config
         self._storage = storage
         self._generic = generic
         self._identify = partial(
@@ -51,14 +53,22 @@ class Tier:
     def attach(self, name: str, pool: Any) -> None:
         """Keep the pages of a host pool; again with the same pool does nothing."""
         view = view_of(pool, ids.head_groups(self._identity, self._storage, pool) if name == PoolName.KV else 1)
+        if self.attach_view(name, view) and name == PoolName.KV and self._generic:
+            self.flat.open(Shape(view.page_bytes, pool.dtype))
+
+    def attach_view(self, name: str, view: PoolView) -> bool:
+        """Keep the pages of a pool whose map is known; False if they were kept before."""
         known = self._pools.get(name)
         if known is not None and known.view.maps == view.maps:
-            return
+            return False
         self._pools[name] = self._stored(name, view)
-        if name == PoolName.KV and self._generic:
-            self.flat.open(Shape(view.page_bytes, pool.dtype))
         for namespace in self._pools[name].namespaces[:1]:
             logger.info("tutti: %s", namespace.readable())
+        return True
+
+    def pool(self, name: str) -> StoredPool:
+        """The pool as it is stored now: it changes with the weights."""
+        return self._pools[name]
 
     @property
     def anchor_is_logical(self) -> bool:
@@ -84,9 +94,11 @@ class Tier:
         pool = self._pools.get(name)
         if pool is None or indices is None:
             return np.zeros(len(keys) // KEY_BYTES, np.bool_)
-        if not (ids.is_sharded(self._storage, pool.view) or self._storage.is_storage_writer):
-            return pool.lookup(keys)
-        return pool.put(keys, indices, deadline, depth)
+        return pool.put(keys, indices, deadline, depth) if self.writes(pool.view) else pool.lookup(keys)
+
+    def writes(self, view: PoolView) -> bool:
+        """Whether this rank stores such pages: of replicated KV one rank does."""
+        return bool(ids.is_sharded(self._storage, view) or self._storage.is_storage_writer)
 
     def page_bytes(self, name: str) -> int:
         """Payload bytes of a page of the pool."""

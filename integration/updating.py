@@ -78,7 +78,7 @@ def _served() -> Any:
 
 
 def _live_backends() -> list[Any]:
-    from tutti_sglang.integration.hicache import live_backends
+    from tutti_sglang.integration.live import live_backends
 
     return live_backends()
 

@@ -34,7 +34,9 @@ SGLANG_KEYS = frozenset(
         "tp_lcm_size",
     }
 )
-_SIZES = frozenset(["max_size", "min_free_space", "segment_size", "max_io", "staging_size", "daily_write_budget"])
+_SIZES = frozenset(
+    ["max_size", "min_free_space", "segment_size", "max_io", "staging_size", "daily_write_budget", "preload"]
+)
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,6 +64,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     grace_seconds: float = 60.0
     break_even: Literal["on", "off"] = "on"
     windows: Literal["on", "off"] = "on"
+    preload: int = 4 << 30
     model_id: str = ""
     trust_weight_version: bool = False
 
@@ -78,6 +81,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError(
                 f"max_size = {format_size(self.max_size)} holds no segment of {format_size(self.segment_size)}",
                 "Raise max_size or lower segment_size",
+            )
+        if 0 < self.preload < 1 << 20:
+            raise ConfigError(
+                f"preload = {self.preload} is too small", "Give at least 1MiB, or 0 to read nothing ahead"
             )
         if self.max_io < ALIGNMENT or self.max_io % ALIGNMENT:
             raise ConfigError(f"max_io = {self.max_io} is not a multiple of 4KiB")

@@ -10,6 +10,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_missed_objects": ("Objects that were asked for and not delivered", ("reason",)),
     "tutti_put_objects": ("Objects offered to the store", ("outcome",)),
     "tutti_evicted_objects": ("Objects removed to make room", ()),
+    "tutti_preload_objects": ("Objects read ahead for requests that wait", ("outcome",)),
+    "tutti_load_pages": ("Pages that loads of the direct path moved into device slots", ("source",)),
+    "tutti_load_requests": ("Requests with a load of the direct path", ("outcome",)),
+    "tutti_load_wait_seconds": ("Time that forward passes waited for layers", ()),
     "tutti_bytes": ("Payload bytes moved", ("op",)),
     "tutti_write_turns": ("Loads of writes that were started", ("reason",)),
     "tutti_write_wait_seconds": ("Time that loads of writes waited for a window", ("reason",)),
@@ -24,6 +28,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_capacity_bytes": ("Bytes the store may use on a drive", ("drive",)),
     "tutti_segment_bytes": ("Bytes of preallocated segments on a drive", ("drive",)),
     "tutti_staging_bytes": ("Staging memory in use, its high-water mark and its size", ("kind",)),
+    "tutti_preload_bytes": ("Memory for pages that were read ahead: in use, and its size", ("kind",)),
     "tutti_quarantined_bytes": ("Staging memory whose I/O has not come back", ()),
     "tutti_drive_in_service": ("1 when the drive serves, 0 when it was put out of service", ("drive",)),
 }

@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from tutti_sglang.errors import ConfigError, UnsupportedError
+from tutti_sglang.errors import ConfigError
 from tutti_sglang.integration import flags
 from tutti_sglang.integration.cpu_model import built_in_model
 
@@ -130,7 +130,6 @@ def test_other_backends_are_left_alone(launch: Launch) -> None:
         ({"max_size": "many"}, "max_size.*'many' is not a size"),
         ({"storage_dirs": ["relative"]}, "'relative' is not an absolute path"),
         ({"storage_dirs": []}, "storage_dirs is not set"),
-        ({"path": "direct"}, '"path": "direct".*host'),
         ({"storage_dirs": ["/proc"]}, "/proc.*empty or new directory"),
         ({"storage_dirs": ["/dev/null"]}, "/dev/null is not a directory"),
         ({"min_free_space": "900TiB"}, "No room for even one segment.*min_free_space"),
@@ -149,10 +148,70 @@ def test_a_python_caller_gets_the_exception(launch: Launch) -> None:
     args = ServerArgs(**keywords, hicache_storage_backend="tutti", hicache_storage_backend_extra_config=extra)
     with pytest.raises(ConfigError, match="not an absolute path"):
         args.resolve_once()
-    extra = json.dumps(launch.extra | {"path": "direct"})
-    args = ServerArgs(**keywords, hicache_storage_backend="tutti", hicache_storage_backend_extra_config=extra)
-    with pytest.raises(UnsupportedError, match="direct"):
+
+
+def test_the_direct_path_starts_the_external_linker(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    launch.extra["path"] = "direct"
+    cfg = launch.resolve()
+    assert cfg.enable_unified_cache_external_linker
+    assert cfg.unified_cache_external_linker_backend == "tutti"
+    assert cfg.unified_cache_external_linker_config == launch.extra
+    assert not cfg.enable_hierarchical_cache
+    assert cfg.hicache_storage_backend is None
+    assert cfg.page_size == 64
+    assert "--enable-unified-cache-external-linker" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--hicache-write-policy", "write_back"),
+        ("--hicache-write-policy", "write_through"),  # the default, but named
+        ("--hicache-storage-prefetch-policy", "wait_complete"),
+        ("--hicache-host-memory-mode", "buffer_only"),
+        ("--hicache-ratio", "3"),
+        ("--hicache-mem-layout", "page_first"),
+        ("--disaggregation-decode-enable-offload-kvcache",),
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_flags_of_a_host_tier_are_refused_by_name_on_the_direct_path(
+    launch: Launch, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch.extra["path"] = "direct"
+    monkeypatch.setattr("sys.argv", ["launch_server", *flags])
+    with pytest.raises(SystemExit, match=f"^tutti: .*{flags[0]}.*direct path"):
+        launch.resolve(*flags)
+
+
+def _linker_flags(backend: str, config: dict[str, Any]) -> tuple[str, ...]:
+    flags = ("--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", backend)
+    return (*flags, "--unified-cache-external-linker-config", json.dumps(config))
+
+
+def test_the_linker_may_be_named_outright(launch: Launch) -> None:
+    by_name = {"linker": "TuttiLinker", "linker_module_path": "tutti_sglang.integration.linker"}
+    dynamic = {**by_name, "linker_extra_config": launch.extra}
+    for backend, config in (("tutti", launch.extra), ("dynamic", dynamic)):
+        args = prepare_server_args(["--model-path", launch.model, "--device", "cpu", *_linker_flags(backend, config)])
         args.resolve_once()
+        assert resolving_view(args).page_size == 64
+
+
+def test_a_linker_with_settings_that_cannot_work_ends_the_launch(launch: Launch) -> None:
+    for config, message in (
+        ({"storage_dirs": ["relative"]}, "not an absolute path"),
+        ({"path": "host"}, "no external"),
+    ):
+        arguments = ["--model-path", launch.model, "--device", "cpu", *_linker_flags("tutti", launch.extra | config)]
+        with pytest.raises(SystemExit, match=message):
+            prepare_server_args(arguments).resolve_once()
+
+
+def test_the_host_paths_dynamic_backend_is_not_the_direct_path(launch: Launch) -> None:
+    launch.extra |= DYNAMIC | {"path": "direct"}
+    with pytest.raises(SystemExit, match="external-linker"):
+        launch.resolve(backend="dynamic")
 
 
 def test_a_file_of_settings_is_checked_too(launch: Launch, tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from tests.integration.host_pools import fill, mha_pool, mla_pool, slots, storag
 from tutti_sglang.errors import CapacityError, ConfigError, ForeignStoreError, StoreError, UnsupportedError
 from tutti_sglang.integration import served as served_module
 from tutti_sglang.integration import tier
-from tutti_sglang.integration.hicache import TuttiHiCacheStorage, live_backends
+from tutti_sglang.integration.hicache import TuttiHiCacheStorage
 from tutti_sglang.integration.identity import Identity
+from tutti_sglang.integration.live import live_backends
 from tutti_sglang.integration.served import Served
 
 Open = Callable[..., TuttiHiCacheStorage]

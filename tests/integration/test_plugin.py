@@ -21,6 +21,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from tutti_sglang.errors import HookError
 from tutti_sglang.integration import flags, hooks, plugin
+from tutti_sglang.integration.hook import Hook
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +48,15 @@ def _in_a_process(case: Callable[[], None]) -> None:
         os._exit(code)
     said_there = reader.recv() if reader.poll(120) else "no answer"
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, said_there
+
+
+def _hook(method: str) -> Hook:
+    """The first hook into a method of this name."""
+    return next(hook for hook in hooks.HOOKS if hook.target.endswith(f".{method}"))
+
+
+def _exchange(hook: Hook, other: Hook) -> None:
+    hooks.HOOKS = tuple(other if each is hook else each for each in hooks.HOOKS)
 
 
 def _run(code: str) -> None:
@@ -77,9 +87,8 @@ def test_a_hook_that_does_not_take_stops_the_attach_by_name() -> None:
     def case() -> None:
         from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-        first = next(hook for hook in hooks.HOOKS if hook.target.endswith("attach_storage_backend"))
-        gone = first._replace(target=first.target + "_of_another_version")
-        hooks.HOOKS = tuple(gone if hook is first else hook for hook in hooks.HOOKS)
+        hook = _hook("attach_storage_backend")
+        _exchange(hook, hook._replace(target=hook.target + "_of_another_version"))
         _register()
         with pytest.raises(HookError, match=r"0\.5\.23.*attach_storage_backend_of_another_version"):
             StorageBackendFactory.create_backend("tutti", None, None)
@@ -89,8 +98,8 @@ def test_a_hook_that_does_not_take_stops_the_attach_by_name() -> None:
 
 def test_a_target_with_other_parameters_is_not_trusted() -> None:
     def case() -> None:
-        changed = hooks.HOOKS[-1]._replace(parameters=("self", "force"))
-        hooks.HOOKS = (*hooks.HOOKS[:-1], changed)
+        hook = _hook("flush_cache")
+        _exchange(hook, hook._replace(parameters=("self", "force")))
         _register()
         assert hooks.missing() == ["sglang.srt.managers.scheduler.Scheduler.flush_cache"]
 

@@ -1,0 +1,101 @@
+"""What can be restored for a request: from what is staged for it, or from the index where staging does not serve.
+
+Staging does not serve with `preload = 0`, for a prefix larger than that memory, and for pages that the device still
+held when the request arrived.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+from tutti_sglang.integration.calls import key_bytes
+from tutti_sglang.integration.direct.preload import Preloader, Waiting, Wanted
+from tutti_sglang.integration.direct.room import Place
+from tutti_sglang.integration.prefix import restorable
+from tutti_sglang.integration.stored import Found, StoredPool
+
+FRESH_SECONDS = 0.5
+"""How long an answer from the index is given again: SGLang asks at every pass of its scheduler."""
+
+
+class _Answer(NamedTuple):
+    question: tuple[int, str, int]
+    pages: list[int]
+    until: float
+
+
+class Lookups:
+    """On the scheduler thread only. `streams`: whether pages that are not staged can be read into their slots."""
+
+    def __init__(self, pools: Callable[[str], StoredPool], preloader: Preloader | None, *, streams: bool) -> None:
+        self._pools, self._preloader, self._streams = pools, preloader, streams
+        self._answers: dict[str, _Answer] = {}
+        self._arriving = ""
+        self.tail: list[str] = []
+
+    @contextmanager
+    def arriving(self, rid: str) -> Iterator[None]:
+        """The lookup of this request is its first: nothing is reported yet."""
+        self._arriving, self.tail = rid, []
+        try:
+            yield
+        finally:
+            self._arriving = ""
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """All lengths in pages at which every pool's policy holds."""
+        keys = transfers[0].keys
+        if rid == self._arriving:
+            self._arrive(rid, keys, transfers)
+            return []
+        waiting = self._preloader.find(rid) if self._preloader else None
+        if self._preloader and not waiting:
+            return []
+        question = (len(keys), keys[0], waiting.version if waiting else 0)
+        answer = self._answers.get(rid)
+        if answer is None or answer.question != question or time.monotonic() > answer.until:
+            streams = self._streams and (waiting is None or waiting.truncated or keys[0] not in waiting.tail)
+            pages, _ = restorable(partial(self._found, waiting, keys, streams), transfers[1:])
+            if len(self._answers) > 1024:
+                self._answers.clear()
+            answer = self._answers[rid] = _Answer(question, pages, time.monotonic() + FRESH_SECONDS)
+        return answer.pages
+
+    def claim(self, rid: str, transfers: list[PoolTransfer]) -> dict[str, list[Place | None]]:
+        """Where each page of each transfer is staged, None where it is not. What is not claimed is given back."""
+        self._answers.pop(rid, None)
+        waiting = self._preloader.claim(rid) if self._preloader else None
+        staged = waiting.staged if waiting else {}
+        places = {each.name: [staged.get(each.name, {}).pop(key, None) for key in each.keys] for each in transfers}
+        if waiting and self._preloader:
+            self._preloader.give_back(waiting)
+        return places
+
+    def clear(self) -> None:
+        """Forget all answers."""
+        self._answers.clear()
+
+    def _arrive(self, rid: str, keys: list[str], transfers: list[PoolTransfer]) -> None:
+        self.tail = keys
+        if not self._preloader:
+            return
+        pages, _ = restorable(partial(self._stored, key_bytes(keys)), transfers[1:])
+        length = pages[-1] if pages else 0
+        wanted: Wanted = {PoolName.KV: keys[:length]}
+        for side in transfers[1:]:
+            window = length if side.hit_policy == PoolHitPolicy.ALL_PAGES else len(side.keys or ())
+            wanted[side.name] = keys[max(0, length - window) : length]
+        self._preloader.want(rid, keys, wanted)
+
+    def _stored(self, keys: bytes, name: str) -> Found:
+        return self._pools(name).lookup(keys)
+
+    def _found(self, waiting: Waiting | None, keys: list[str], streams: bool, name: str) -> Found:
+        staged = waiting.staged.get(name, {}) if waiting else {}
+        found = np.fromiter((key in staged for key in keys), np.bool_, len(keys))
+        return found | self._stored(key_bytes(keys), name) if streams and not found.all() else found

@@ -1,0 +1,159 @@
+"""Linkers over real device pools on the CPU, and the calls that SGLang's tree makes for a request."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+from tests.store.kit import eventually
+from tutti_sglang.integration.linker import TuttiLinker
+
+LAYERS, HEADS, WIDTH, PAGE = 4, 2, 64, 16
+FULL, SWA = (ComponentType.FULL,), (ComponentType.FULL, ComponentType.SWA)
+
+
+def keys(count: int, start: int = 0) -> list[str]:
+    """Page hashes."""
+    return [hashlib.sha256(str(n).encode()).hexdigest() for n in range(start, start + count)]
+
+
+def mha(pages: int = 64, **changed: Any) -> Any:
+    """A device pool of `pages` pages."""
+    plain = {"size": pages * PAGE, "page_size": PAGE, "dtype": torch.float16, "head_num": HEADS, "head_dim": WIDTH}
+    return MHATokenToKVPool(**(plain | {"layer_num": LAYERS, "device": "cpu", "enable_memory_saver": False} | changed))
+
+
+def mla(pages: int = 64) -> Any:
+    """A device pool of `pages` pages."""
+    plain = {"size": pages * PAGE, "page_size": PAGE, "dtype": torch.float16, "kv_lora_rank": 48}
+    plain |= {"qk_rope_head_dim": 16, "layer_num": LAYERS, "device": "cpu", "enable_memory_saver": False}
+    return MLATokenToKVPool(**plain)
+
+
+def swa(pages: int = 64) -> Any:
+    """Layers 0 and 2 see all, 1 and 3 a window, in a pool of half the pages."""
+    return SWAKVPool(
+        size=pages * PAGE,
+        size_swa=pages * PAGE // 2,
+        page_size=PAGE,
+        dtype=torch.float16,
+        head_num=HEADS,
+        head_dim=WIDTH,
+        swa_attention_layer_ids=[1, 3],
+        full_attention_layer_ids=[0, 2],
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def parts_of(pool: Any) -> dict[str, Any]:
+    """Pool name → the part of the pool with its pages."""
+    return {"kv": pool.full_kv_pool, "swa": pool.swa_kv_pool} if hasattr(pool, "swa_kv_pool") else {"kv": pool}
+
+
+def buffers(pool: Any) -> list[torch.Tensor]:
+    """All of its memory as bytes: (pages, bytes) for each buffer."""
+    halves = [pool.kv_buffer] if hasattr(pool, "kv_buffer") else [pool.k_buffer, pool.v_buffer]
+    pages = pool.size // PAGE + 1
+    return [each[: pages * PAGE].reshape(pages, -1).view(torch.uint8) for half in halves for each in half]
+
+
+def fill(pool: Any, seed: int) -> None:
+    """Random bytes everywhere."""
+    torch.manual_seed(seed)
+    for part in parts_of(pool).values():
+        for buffer in buffers(part):
+            buffer.random_(0, 256)
+
+
+def content(part: Any, pages: list[int]) -> list[torch.Tensor]:
+    """The bytes of these pages."""
+    return [buffer[pages].clone() for buffer in buffers(part)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether the bytes are equal."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def slots(pages: list[int]) -> torch.Tensor:
+    """Token slots of whole pages."""
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def make(pool: Any, store: Path, components: Any = FULL, **extra: Any) -> TuttiLinker:
+    """A linker as SGLang's factory makes it."""
+    allocator = PagedTokenToKVPoolAllocator(pool.size, PAGE, torch.float16, "cpu", pool, need_sort=False)
+    params = CacheInitParams(
+        disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=allocator, page_size=PAGE
+    )
+    sizes = {"max_size": "64MiB", "segment_size": "2MiB", "min_free_space": 1, "staging_size": "16MiB"}
+    settings = {"storage_dirs": [str(store)], **sizes, "preload": "8MiB", **extra}
+    return TuttiLinker(None, params, components=set(components), extra_config=settings, forward_stream=None)
+
+
+def offload(linker: TuttiLinker, names: list[str], pages: list[int], **side: list[int]) -> bool:
+    """Offer a node and wait for its result. `side`: pages of side pools, the last ones of the node."""
+    transfers = [PoolTransfer(name=PoolName.KV, keys=names, device_indices=slots(pages))]
+    for name, mine in side.items():
+        transfers.append(PoolTransfer(name=PoolName(name), keys=names[-len(mine) :], device_indices=slots(mine)))
+    before = linker.num_completed_offloads()
+    assert linker.offload(transfers)
+    assert eventually(lambda: linker.num_completed_offloads() > before)
+    return linker.pop_completed_offload()
+
+
+class Request:
+    """A request whose prompt has these pages. `window`: pages of the sliding window, if there is one."""
+
+    def __init__(self, linker: TuttiLinker, rid: str, names: list[str], window: int = 0) -> None:
+        self.linker, self.rid, self.names, self.window = linker, rid, names, window
+
+    def transfers(self, count: int, places: dict[str, list[int]] | None = None) -> list[PoolTransfer]:
+        """Of the first `count` pages; with `places` into these pages of each pool."""
+        made = [PoolTransfer(name=PoolName.KV, keys=self.names[:count])]
+        if self.window:
+            tail = self.names[max(0, count - self.window) : count]
+            made.append(PoolTransfer(name=PoolName.SWA, keys=tail, hit_policy=PoolHitPolicy.TRAILING_PAGES))
+        for transfer in made if places else ():
+            transfer.device_indices = slots((places or {})[transfer.name])
+        return made
+
+    def arrive(self) -> "Request":
+        """It joins the queue."""
+        with self.linker.arriving(self.rid):
+            assert self.lookup() == 0
+        self.linker.arrive(self.rid, 0)
+        return self
+
+    def lookup(self) -> int:
+        """Pages that can be restored now."""
+        return max(self.linker.lookup(self.rid, self.transfers(len(self.names))), default=0)
+
+    def load(self, **places: list[int]) -> bool:
+        """Into these pages of each pool."""
+        return self.linker.load(self.rid, self.transfers(len(places["kv"]), places))
+
+
+def admitted(linker: TuttiLinker, *rids: str) -> bool:
+    """Whether all of the queue may be admitted, within a while."""
+    return eventually(lambda: not linker.held(list(rids)))
+
+
+def forward(linker: TuttiLinker, seen: Any = None) -> bool:
+    """What a prefill batch does: start, then each layer waits for its own, then finish. `seen`: called with each layer
+    when it may be read."""
+    index = linker.start_layer_wise_loading()
+    linker.layer_done_counter.set_consumer(index)
+    for layer in range(linker.layer_done_counter.num_layers):
+        linker.layer_done_counter.wait_until(layer)
+        if seen:
+            seen(layer)
+    return linker.finish_layer_wise_loading(index)

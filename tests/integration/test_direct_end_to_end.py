@@ -1,0 +1,102 @@
+"""Real SGLang servers on the direct path: what was computed once is loaded layer by layer, whoever stored it."""
+
+import json
+import re
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.server import Launch, Reply, Servers, hicache
+from tests.integration.test_end_to_end import PROMPT, extra
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
+
+LONG = PROMPT * 3
+"""More than one chunk of CHUNK tokens."""
+CHUNK = ("--chunked-prefill-size", "1024")
+
+
+@pytest.fixture(scope="module")
+def store(drive: Path) -> Iterator[Path]:
+    yield drive / "direct" / "store"
+    shutil.rmtree(drive / "direct", ignore_errors=True)
+
+
+def direct(store: Path, *flags: str, ranks: int = 1) -> Launch:
+    """A server with the direct path."""
+    settings = extra(store, path="direct")
+    return Launch(flags=hicache("tutti", "--enable-metrics", *CHUNK, *flags, extra=settings), ranks=ranks)
+
+
+def _restored(again: Reply, first: Reply) -> None:
+    """`again` is the same answer, and its whole pages came from the storage."""
+    assert again.tokens == first.tokens
+    assert again.storage >= (first.prompt_tokens - 1) // 64 * 64 - 64
+    assert again.host == again.device == 0
+
+
+def _sum(metrics: str, name: str) -> float:
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", metrics, re.M))
+
+
+def test_both_paths_load_what_either_stored_with_chunks_batches_and_aborts(servers: Servers, store: Path) -> None:
+    server = servers.get(direct(store))
+    prompts = [PROMPT, LONG, "Once more: " + PROMPT]
+    first = [server.generate(prompt) for prompt in prompts]
+    assert all(reply.storage == 0 for reply in first)
+    server.flush()
+    for again, before in zip(server.generate_many(prompts), first, strict=True):  # loads of one batch
+        _restored(again, before)
+    server.flush()
+    _abort_while_waiting(server.url, prompts)
+    server.flush()
+    server.kill()
+    server.start()
+    for prompt, before in zip(prompts, first, strict=True):
+        _restored(server.generate(prompt), before)
+    metrics = server.call("/metrics")
+    assert _sum(metrics, "tutti_call_errors_total") == 0
+    assert _sum(metrics, 'tutti_load_requests_total{outcome="failed"}') == 0
+    assert _sum(metrics, 'tutti_load_pages_total{source="staged"}') > 0
+    assert _sum(metrics, 'tutti_preload_bytes{kind="used"}') == 0
+
+    host = servers.get(Launch(flags=hicache("tutti", "--enable-metrics", extra=extra(store))))
+    for prompt, before in zip(prompts, first, strict=True):
+        _restored(host.generate(prompt), before)
+    told = host.generate("Told by the host path. " + PROMPT)
+    host.flush()
+    server = servers.get(direct(store))
+    _restored(server.generate("Told by the host path. " + PROMPT), told)
+
+
+def _abort_while_waiting(url: str, prompts: list[str]) -> None:
+    """Clients that leave at once, at any point of their request's way."""
+
+    def leave(prompt: str, seconds: float) -> None:
+        data = json.dumps({"text": prompt}).encode()
+        request = urllib.request.Request(url + "/generate", data, {"Content-Type": "application/json"})
+        with pytest.raises((TimeoutError, urllib.error.URLError)):
+            urllib.request.urlopen(request, timeout=seconds)
+
+    threads = [threading.Thread(target=leave, args=(prompts[n % 3], 0.01 + 0.03 * n)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_two_ranks_without_overlap_load_their_own_halves(servers: Servers, store: Path) -> None:
+    server = servers.get(direct(store, "--disable-overlap-schedule", ranks=2))
+    first = server.generate(LONG)
+    assert first.storage == 0, "pages of one rank are other objects"
+    server.flush()
+    _restored(server.generate(LONG), first)
+    server.flush()
+    many = server.generate_many([LONG, "Twice. " + LONG])
+    _restored(many[0], first)
+    servers.close()
