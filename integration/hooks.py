@@ -49,11 +49,12 @@ HOOKS: tuple[Hook, ...] = (
         _create_backend,
         ("cls", "backend_name", "backend_class", "storage_config", "mem_pool_host"),
     ),
-    Hook(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.release_host_resources",
-        HookType.BEFORE,
-        _close_backends,
-        ("self",),
+    *(
+        Hook(f"sglang.srt.{owner}.release_host_resources", HookType.BEFORE, _close_backends, ("self",))
+        for owner in (
+            "mem_cache.unified_radix_cache.UnifiedRadixCache",
+            "disaggregation.decode_kvcache_offload_manager.DecodeKVCacheOffloadManager",  # its tree may be another
+        )
     ),
     *attaching.HOOKS,
     *updating.HOOKS,

@@ -198,7 +198,7 @@ class Rank:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         slots = self.allocator.alloc(len(tokens))
-        self._write(slots, tokens)
+        self.write(slots, tokens)
         self.tree.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
         self.settle()
 
@@ -216,13 +216,17 @@ class Rank:
         pairs = enumerate((self.pool.k_buffer, self.pool.v_buffer))
         return [(each, first + layer, kind) for kind, layers in pairs for layer, each in enumerate(layers)]
 
-    def _write(self, slots: torch.Tensor, tokens: list[int]) -> None:
+    def write(self, slots: torch.Tensor, tokens: list[int]) -> None:
+        """KV of `tokens` into device memory at `slots`."""
         for buffer, layer, kind in self._buffers():
             buffer[slots] = self._expected(tokens, buffer, layer, kind)
 
     def flush(self) -> None:
         """Drop device and host cache, as Scheduler.flush_cache does; device memory is overwritten too."""
         self.settle()
+        if self.backend is not None:  # as our hook after the flush does: other ranks see what this one accepted
+            self.backend._tier.store.drain(SECONDS)
+        torch.distributed.barrier()
         storage = self.tree.enable_storage
         self.tree.reset()
         self.tree.enable_storage = storage

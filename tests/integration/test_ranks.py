@@ -269,6 +269,23 @@ def test_replicas_store_one_copy_and_find_it_after_new_weights_too(model: Path, 
     ]
 
 
+def test_storage_attached_to_a_tree_with_nodes_stores_no_page_that_claims_another_prefix(
+    model: Path, disk: Path
+) -> None:
+    """What was computed before has no hashes until SGLang fills them in; what follows must be chained to them (B76)."""
+    head, tail = PROMPT[: WHOLE // 2], PROMPT[::-1]
+
+    def grow(rank: Rank) -> int:
+        rank.compute(head + tail)
+        rank.flush()
+        return rank.ask(tail)
+
+    cases = [lambda rank: rank.compute(head), _attach(disk), grow, lambda rank: rank.ask(head + tail)]
+    before, attached, of_tail, of_all = on_ranks(model, 1, *cases)
+    assert (before, attached, of_tail) == ([None], [""], [0])
+    assert of_all == [0], "the head came before there was a storage, and SGLang does not store it later"
+
+
 def test_new_weights_are_new_on_every_shard(model: Path, disk: Path) -> None:
     def weights(rank: Rank) -> str:
         return str(rank.backend.facts()["weights"])
