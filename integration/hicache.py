@@ -87,10 +87,11 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
 
     @guarded(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Length of the leading run of pages that are there; 0 where side pools hold them, and none is named."""
+        """Length of the leading run of pages that are there, as far as loading them pays; 0 where side pools hold
+        them, and none is named."""
         if self._tier.anchor_is_logical:
             return 0
-        return leading(self._tier.lookup(PoolName.KV, key_bytes(keys)))
+        return self._tier.worth_loading(range(1, leading(self._tier.lookup(PoolName.KV, key_bytes(keys))) + 1))
 
     @guarded(_misses)
     def batch_get_v1(
@@ -114,14 +115,16 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """All lengths at which every pool's policy holds; a pool that we do not keep lets none be restored."""
+        """All lengths at which every pool's policy holds, as far as loading pays; a pool that we do not keep lets none
+        be restored."""
         binary = key_bytes(keys)
         # A second form of the KV pages (block groups) has a verdict of its own and never gates.
         gates = [t for t in pool_transfers or () if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
         if self._tier.anchor_is_logical and not gates:
             return PoolTransferResult(0, {}, [])
         pages, hits = restorable(lambda name: self._tier.lookup(name, binary), gates)
-        return PoolTransferResult(pages[-1] if pages else 0, hits, pages)
+        most = self._tier.worth_loading(pages)
+        return PoolTransferResult(most, hits, [each for each in pages if each <= most])
 
     @guarded(_pool_misses)
     def batch_get_v2(
@@ -201,6 +204,7 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         """SGLang has dropped its cache: write what was accepted or, after new weights, go on under a new identity."""
         if not self._suspended:
             self._tier.store.drain(WRITE_SECONDS)
+            self._tier.timing.save()
         else:
             self._tier.renew()
             self._suspended = False
@@ -214,7 +218,10 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
     def _get(self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float) -> list[bool]:
         start = time.monotonic()
         got = self._tier.get(name, key_bytes(keys), indices, deadline)
-        self._record(name, got, time.monotonic() - start, "prefetch")
+        seconds = time.monotonic() - start
+        if name == PoolName.KV and got.all():
+            self._tier.timing.loaded(len(keys) * self._tier.page_bytes(name), seconds)
+        self._record(name, got, seconds, "prefetch")
         return _bools(got)
 
     def _put(

@@ -16,9 +16,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from tutti_sglang import SGLANG_VERSION
 from tutti_sglang.errors import HookError
 from tutti_sglang.integration import attaching, updating
+from tutti_sglang.integration.break_even import BREAK_EVEN_HOOKS
 from tutti_sglang.integration.direct import hooks as direct
 from tutti_sglang.integration.flags import CLASS_NAME, NAME
 from tutti_sglang.integration.hook import Hook
+from tutti_sglang.integration.scheduler_hooks import SCHEDULER_HOOKS
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ HOOKS: tuple[Hook, ...] = (
     *attaching.HOOKS,
     *updating.HOOKS,
     *direct.HOOKS,
+    *SCHEDULER_HOOKS,
+    *BREAK_EVEN_HOOKS,
 )
 
 

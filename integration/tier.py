@@ -1,6 +1,7 @@
 """What one rank keeps in the store: its pools and flat objects, under the identity of the model that it serves."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from tutti_sglang.config import load_config
 from tutti_sglang.errors import UnsupportedError
 from tutti_sglang.integration import identity as ids
+from tutti_sglang.integration.break_even import Timing
 from tutti_sglang.integration.calls import KEY_BYTES
 from tutti_sglang.integration.flat import FlatObjects, Shape
 from tutti_sglang.integration.pools import PoolView, view_of
@@ -46,6 +48,7 @@ class Tier:
         )
         self._identity = self._identify()
         self.store = ObjectStore(loaded.config, metrics=process_metrics())
+        self.timing = Timing(loaded.config, self.store, self._identity, storage)
         self._pools: dict[str, StoredPool] = {}
         self.flat = self._flat_objects()
         logger.info("tutti: %s; %s", loaded.describe() or "default settings", self.store.describe())
@@ -104,6 +107,14 @@ class Tier:
         """Payload bytes of a page of the pool."""
         return self._pools[name].view.page_bytes
 
+    def worth_loading(self, lengths: Sequence[int]) -> int:
+        """Of the numbers of pages that can be restored (ascending), the one with which the request starts soonest."""
+        anchor = self._pools.get(PoolName.KV)
+        if anchor is None:
+            return lengths[-1] if lengths else 0
+        nbytes = anchor.view.page_bytes or sum(pool.view.page_bytes for pool in self._pools.values())
+        return self.timing.pages(lengths, anchor.view.page_size, nbytes)
+
     def clear(self) -> int:
         """Remove the objects of this rank's namespaces; how many."""
         return sum(pool.clear() for pool in self._pools.values()) + self.flat.clear()
@@ -123,6 +134,7 @@ class Tier:
     def close(self, timeout: float) -> bool:
         """Write what was accepted and close the store; False when some of it did not make it."""
         self._drop_unrepeatable()
+        self.timing.close()
         return self.store.close(timeout)
 
     def _drop_unrepeatable(self) -> None:

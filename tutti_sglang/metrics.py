@@ -15,6 +15,11 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_load_requests": ("Requests with a load of the direct path", ("outcome",)),
     "tutti_load_wait_seconds": ("Time that forward passes waited for layers", ()),
     "tutti_bytes": ("Payload bytes moved", ("op",)),
+    "tutti_break_even_requests": ("Requests with stored pages, by what was decided", ("outcome",)),
+    "tutti_declined_objects": (
+        "Stored objects that were not reported, since loading them would take longer",
+        (),
+    ),
     "tutti_write_turns": ("Loads of writes that were started", ("reason",)),
     "tutti_write_wait_seconds": ("Time that loads of writes waited for a window", ("reason",)),
     "tutti_read_wait_seconds": ("Time that reads waited for writes in flight", ()),
@@ -25,6 +30,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_index_errors": ("Index statements that failed", ("op",)),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tutti_break_even_tokens": ("Shortest whole prompt that is loaded sooner than computed; 0: none", ()),
     "tutti_capacity_bytes": ("Bytes the store may use on a drive", ("drive",)),
     "tutti_segment_bytes": ("Bytes of preallocated segments on a drive", ("drive",)),
     "tutti_staging_bytes": ("Staging memory in use, its high-water mark and its size", ("kind",)),

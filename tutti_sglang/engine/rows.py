@@ -14,6 +14,7 @@ import stat
 import struct
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
@@ -72,6 +73,21 @@ class Rows:
     def set(self, at: int, value: int) -> None:
         """Change a word of this process."""
         self._words[self._start + at] = value
+
+    def hear(self, mode: int, until: int, beat: int) -> None:
+        """The scheduler's three words."""
+        words, start = self._words, self._start
+        words[start + UNTIL] = until
+        words[start + MODE] = mode
+        words[start + BEAT] = beat
+
+    def any(self, places: Sequence[int]) -> bool:
+        """Whether one of these words is not 0, here or in another living process."""
+        words, start = self._words, self._start
+        for at in places:
+            if words[start + at]:
+                return True
+        return any(self.others(at) for at in places) if self._peers else False
 
     def look(self, now: int) -> None:
         """See from time to time (`now` in ns) which other processes there are."""

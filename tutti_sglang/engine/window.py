@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tutti_sglang.engine.batch import IoClass
-from tutti_sglang.engine.rows import BEAT, MODE, UNTIL, Rows
+from tutti_sglang.engine.rows import RUNNING, WRITES, Rows, word
 from tutti_sglang.engine.turns import PATIENCE, Read, Turns, Verdict
 from tutti_sglang.metrics import Metrics
 
@@ -32,9 +32,18 @@ class Window:
     """Of one store in one process. Thread safe. `enabled` False: everything starts at once."""
 
     def __init__(
-        self, rows: Rows, metrics: Metrics, *, enabled: bool = True, clock: Callable[[], int] = time.monotonic_ns
+        self,
+        rows: Rows,
+        metrics: Metrics,
+        drives: Sequence[int] = (),
+        *,
+        enabled: bool = True,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """`drives`: those of the store."""
         self.enabled = enabled
+        self.drives = tuple(drives)
+        self._in_flight = tuple(word(drive, which) for drive in drives for which in (RUNNING, WRITES))
         self._rows, self._metrics, self._clock = rows, metrics, clock
         self._turns = Turns(rows)
         self._changed = threading.Condition()
@@ -48,11 +57,15 @@ class Window:
         """Why other processes of the store are not seen; empty when they are."""
         return self._rows.why_alone
 
-    def hear(self, mode: int, until: int) -> None:
-        """The scheduler runs `mode` and lets writes start until `until` (ns). Cheap: it is called in each step."""
-        self._rows.set(UNTIL, until)
-        self._rows.set(MODE, mode)
-        self._rows.set(BEAT, self._clock())
+    def busy(self) -> bool:
+        """Whether I/O is in flight on a drive of the store, of whatever process."""
+        self._rows.look(self._clock())
+        return self._rows.any(self._in_flight)
+
+    def hear(self, mode: int, until: int, heard: int = 0) -> None:
+        """The scheduler runs `mode` and lets writes start until `until` (ns). `heard`: when it counts as heard of, now
+        by default. Cheap: it is called in each step."""
+        self._rows.hear(mode, until, heard or self._clock())
 
     @contextlib.contextmanager
     def reading(self, drives: Sequence[int], klass: IoClass = IoClass.DEMAND) -> Iterator[None]:

@@ -13,6 +13,7 @@ import numpy as np
 from tutti_sglang.config import Config
 from tutti_sglang.engine.base import Engine
 from tutti_sglang.engine.batch import IoClass
+from tutti_sglang.engine.window import Window
 from tutti_sglang.errors import CapacityError, StoreError
 from tutti_sglang.memory import Addresses
 from tutti_sglang.metrics import Metrics, process_metrics
@@ -124,6 +125,16 @@ class ObjectStore:
         self._closed = self._released = False
         self._upkeep.begin()
         self._writer.start()
+
+    @property
+    def window(self) -> Window:
+        """Where the scheduler tells what it runs."""
+        return self._parts.window
+
+    @property
+    def pending(self) -> int:
+        """Objects that are accepted and not written yet."""
+        return len(self._parts.accepted)
 
     def attach(self, namespace: Namespace) -> int:
         """The number of the namespace in this store. StoreError; CapacityError when no object of it could be stored."""

@@ -60,7 +60,8 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
             undo.callback(sums.close)
             clock = Clock(index_dir, directory.CLOCK)
             undo.callback(clock.close)
-            window = Window(Rows(index.meta("store") or ""), metrics, enabled=config.windows == "on")
+            ordinals = [drive.ordinal for drive in found]
+            window = Window(Rows(index.meta("store") or ""), metrics, ordinals, enabled=config.windows == "on")
             undo.callback(window.close)
             if window.enabled and window.why_alone:
                 _logger.warning("tutti: reads and writes of other processes are not seen (%s)", window.why_alone)

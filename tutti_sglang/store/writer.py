@@ -65,7 +65,6 @@ class Writer:
         self._upkeep = upkeep
         capacity = sum(drive.limit for drive in parts.drives.values())
         self._load_bytes = min(LOAD_BYTES, capacity // 8)
-        self._drives = tuple(parts.drives)
         self._flying: deque[_Load] = deque()
         self._owed: list[tuple[Ticket, Slots]] = []
         self._next_tick = 0.0
@@ -113,7 +112,7 @@ class Writer:
             since = self._parts.accepted.oldest(0.0 if self._flying or stopping else TICK_SECONDS)
             if since is not None:
                 hurry = stopping or self._parts.accepted.urgent
-                with self._parts.window.turn(self._drives, since, hurry=hurry) as mine:
+                with self._parts.window.turn(self._parts.window.drives, since, hurry=hurry) as mine:
                     if mine:
                         self._begin()
                     elif not self._flying:
