@@ -119,8 +119,10 @@ def read_extra_config(text: str | None) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        value = _read_file(Path(text[1:])) if text.startswith("@") else msgspec.json.decode(text)
-    except (OSError, msgspec.DecodeError, tomllib.TOMLDecodeError) as error:
+        # The command line holds bytes that are not UTF-8 as lone surrogates.
+        data = text.encode("utf-8", "surrogateescape")
+        value = _read_file(Path(text[1:])) if text.startswith("@") else msgspec.json.decode(data)
+    except (OSError, ValueError, RecursionError, msgspec.DecodeError) as error:
         raise ConfigError(f"The extra config {text!r} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"The extra config must be an object, not {type(value).__name__}")
@@ -209,10 +211,10 @@ def _expand(directory: Any, rank: int) -> str:
     if not isinstance(directory, str) or "://" in directory:
         raise ConfigError(f"{directory!r} is not a directory", "Write a plain absolute path")
     expanded = os.path.expandvars(os.path.expanduser(directory.strip()))  # first: ${HOME} is no placeholder
-    try:
-        filled = expanded.format(rank=rank, hostname=socket.gethostname())
-    except (KeyError, IndexError, ValueError):
-        raise ConfigError(f"{directory!r} has an unknown placeholder", "Known: {rank}, {hostname}") from None
+    known = {"{rank}": str(rank), "{hostname}": socket.gethostname()}
+    filled = re.sub(r"\{[^{}]*\}", lambda match: known.get(match[0], match[0]), expanded)
+    if "{" in filled or "}" in filled or "\0" in filled:
+        raise ConfigError(f"{directory!r} has an unknown placeholder", f"Known: {', '.join(known)}")
     return re.sub("^/+", "/", os.path.normpath(filled)) if filled else ""
 
 

@@ -9,11 +9,14 @@ _FACTORS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgtp", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
 }
+SIZE_MAX = 1 << 63
+"""Above what a file offset can say."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(value: int | str) -> int:
     """Bytes of `200GiB`, `1.5 TB`, `64k` (binary without `B`) or a plain number. Raises ConfigError."""
+    size: float
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
@@ -22,10 +25,10 @@ def parse_size(value: int | str) -> int:
             raise ConfigError(
                 f"{value!r} is not a size", "Write bytes or a number with a unit, as in 200GiB, 1.5TB or 64MiB"
             )
-        size = int(float(match[1]) * _FACTORS[match[2].lower()])
-    if size < 0:
-        raise ConfigError(f"{value!r} is negative")
-    return size
+        size = float(match[1]) * _FACTORS[match[2].lower()]
+    if not 0 <= size < SIZE_MAX:
+        raise ConfigError(f"{value!r} is negative" if size < 0 else f"{str(value)[:40]} is more than any disk holds")
+    return int(size)
 
 
 def format_size(size: float) -> str:

@@ -70,10 +70,13 @@ def look(url: str) -> Look:
 def parse(text: str) -> Look:
     """Prometheus' text format. ValueError."""
     samples: dict[str, dict[Labels, float]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if not sample.name.endswith("_created"):
-                where = samples.setdefault(sample.name.removesuffix("_total"), {})
-                labels = frozenset(sample.labels.items())
-                where[labels] = where.get(labels, 0.0) + sample.value
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if not sample.name.endswith("_created"):
+                    where = samples.setdefault(sample.name.removesuffix("_total"), {})
+                    labels = frozenset(sample.labels.items())
+                    where[labels] = where.get(labels, 0.0) + sample.value
+    except (ArithmeticError, LookupError, TypeError) as error:  # what the library does with a garbled line
+        raise ValueError(f"not Prometheus' text format: {error}") from error
     return Look(time.monotonic(), samples)
