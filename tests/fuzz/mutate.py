@@ -4,9 +4,9 @@ import random
 from collections.abc import Iterator, Sequence
 
 ODD = (
-    b"0", b"-1", b"1e999", b"NaN", b"18446744073709551616", b"9223372036854775808", b"null", b"true", b'""', b"[]", b"{}",
-    b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"{{}", b"{0}", b"{rank.__class__}", b"$HOME", b"~", b"../", b"\\u0000", b"[" * 300,
-    b'{"a":' * 300, b"9" * 400, b" " * 64,
+    b"0", b"-1", b"1e999", b"NaN", b"18446744073709551616", b"9223372036854775808", b"null", b"true", b'""', b"[]",
+    b"{}", b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"{{}", b"{0}", b"{rank.__class__}", b"$HOME", b"~", b"../",
+    b"\\u0000", b"[" * 300, b'{"a":' * 300, b"9" * 400, b" " * 64,
 )  # fmt: skip
 
 
