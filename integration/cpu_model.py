@@ -1,7 +1,8 @@
 """The built-in model: a Llama of 7 MB with random weights, for servers that run without a GPU and without a network.
 
-With `Shape(latent=128)` it is a MiniCPM3 instead: SGLang's one architecture with a latent KV cache (MLA) that needs no
-kernel of its own.
+Other shapes are other networks, each one that needs no kernel of its own: with `latent` a MiniCPM3 (a latent KV cache,
+MLA), with `window` a Mellum (sliding-window attention beside full attention), with `state` a Falcon-H1 (Mamba2 beside
+attention).
 
 Its replies are noise, yet they are no less sensitive to the KV cache than a real model's: attention is sharp and its
 share of the residual stream is large, so that one changed token of the prompt, or one wrong page, changes what follows.
@@ -36,11 +37,15 @@ class Shape(NamedTuple):
     intermediate: int = 256
     context: int = 65536
     latent: int = 0  # MLA's kv_lora_rank; 0: K and V of `kv_heads` heads
+    window: int = 0  # tokens that three layers of four see; 0: all see all
+    state: int = 0  # values of Mamba2's state for each of its channels; 0: no Mamba2
 
 
 SPECIALS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 BOS, EOS = 256, 257
 ROPE_DIM = 32  # the part of a latent model's key that turns with the position
+ROPE_THETA = 500000.0
+CONVOLUTION = 4  # tokens that Mamba2 mixes before its state
 VOCABULARY = 320  # 256 bytes and the specials, rounded up to SGLang's padding
 CHAT_TEMPLATE = (
     "<|begin|>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -92,21 +97,25 @@ def _config(shape: Shape) -> dict[str, Any]:
         "vocab_size": VOCABULARY,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
+        "rope_theta": ROPE_THETA,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "torch_dtype": "float32",
     }
-    if not shape.latent:
-        return common | {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-        }
-    return common | {
+    if shape.latent:
+        return common | _latent_config(shape)
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if shape.window:
+        kind = _window_config(shape)
+    elif shape.state:
+        kind = _state_config(shape)
+    return common | kind | {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
+
+
+def _latent_config(shape: Shape) -> dict[str, Any]:
+    return {
         "architectures": ["MiniCPM3ForCausalLM"],
         "model_type": "minicpm3",
         "num_key_value_heads": shape.heads,
@@ -118,6 +127,36 @@ def _config(shape: Shape) -> dict[str, Any]:
         "scale_emb": 1,
         "scale_depth": shape.layers**0.5,
         "dim_model_base": shape.hidden,
+    }
+
+
+def _window_config(shape: Shape) -> dict[str, Any]:
+    kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    return {
+        "architectures": ["MellumForCausalLM"],
+        "model_type": "mellum",
+        "layer_types": [kinds[layer % len(kinds)] for layer in range(shape.layers)],
+        "sliding_window": shape.window,
+        "use_sliding_window": True,
+        "rope_parameters": {"sliding_attention": rope, "full_attention": rope},
+        "mlp_layer_types": ["dense"] * shape.layers,
+        "num_experts": 1,  # SGLang counts them, though no layer has any
+        "num_experts_per_tok": 1,
+    }
+
+
+def _state_config(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "mamba_d_ssm": shape.hidden,
+        "mamba_n_heads": shape.heads,
+        "mamba_d_head": shape.hidden // shape.heads,
+        "mamba_d_state": shape.state,
+        "mamba_d_conv": CONVOLUTION,
+        "mamba_chunk_size": 64,
     }
 
 
@@ -182,30 +221,54 @@ def _weights(seed: int, shape: Shape) -> dict[str, Array]:
 
     ones = np.ones(shape.hidden, np.float32)
     weights = {"model.embed_tokens.weight": matrix(VOCABULARY, shape.hidden, 0.5 * shape.hidden**0.5)}
+    second_norm, feed_forward = (
+        ("pre_ff_layernorm", "feed_forward") if shape.state else ("post_attention_layernorm", "mlp")
+    )
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
         attention = _latent_attention(shape, matrix) if shape.latent else _grouped_attention(shape, matrix)
         weights |= {f"{prefix}self_attn.{name}.weight": value for name, value in attention.items()}
+        if shape.state:
+            weights |= {f"{prefix}mamba.{name}": value for name, value in _recurrence(shape, matrix).items()}
         weights |= {
             prefix + "input_layernorm.weight": ones,
-            prefix + "post_attention_layernorm.weight": ones,
-            prefix + "mlp.gate_proj.weight": matrix(shape.intermediate, shape.hidden, 1.0),
-            prefix + "mlp.up_proj.weight": matrix(shape.intermediate, shape.hidden, 1.0),
-            prefix + "mlp.down_proj.weight": matrix(shape.hidden, shape.intermediate, 2.0),
+            prefix + second_norm + ".weight": ones,
+            prefix + feed_forward + ".gate_proj.weight": matrix(shape.intermediate, shape.hidden, 1.0),
+            prefix + feed_forward + ".up_proj.weight": matrix(shape.intermediate, shape.hidden, 1.0),
+            prefix + feed_forward + ".down_proj.weight": matrix(shape.hidden, shape.intermediate, 2.0),
         }
     head = matrix(VOCABULARY, shape.hidden, 3.0)
     speakable = [*range(ord(" "), ord("~") + 1), EOS]
     head[np.setdiff1d(np.arange(VOCABULARY), speakable)] = 0  # a logit of 0 never wins against the best of 96 others
-    return weights | {"model.norm.weight": ones, "lm_head.weight": head}
+    last_norm = "final_layernorm" if shape.state else "norm"
+    return weights | {f"model.{last_norm}.weight": ones, "lm_head.weight": head}
 
 
 def _grouped_attention(shape: Shape, matrix: Matrix) -> dict[str, Array]:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return {
+    weights = {
         "q_proj": matrix(queries, shape.hidden, 2.5),
         "k_proj": matrix(keys, shape.hidden, 2.5),
         "v_proj": matrix(keys, shape.hidden, 1.0),
         "o_proj": matrix(shape.hidden, queries, 4.0),
+    }
+    if shape.window:  # the network makes queries and keys of equal length again before it turns them
+        sharp = np.full(shape.head_dim, 2.5, np.float32)
+        weights |= {"q_norm": sharp, "k_norm": sharp}
+    return weights
+
+
+def _recurrence(shape: Shape, matrix: Matrix) -> dict[str, Array]:
+    """Mamba2: each head forgets at its own pace, over some 10 to 1000 tokens."""
+    channels = shape.hidden + 2 * shape.state
+    return {
+        "in_proj.weight": matrix(shape.hidden + channels + shape.heads, shape.hidden, 1.0),
+        "conv1d.weight": matrix(channels, CONVOLUTION, 1.0)[:, None],
+        "conv1d.bias": np.zeros(channels, np.float32),
+        "A_log": np.log(np.geomspace(0.002, 0.2, shape.heads)).astype(np.float32),
+        "dt_bias": np.zeros(shape.heads, np.float32),
+        "D": np.ones(shape.heads, np.float32),
+        "out_proj.weight": matrix(shape.hidden, shape.hidden, 1.0),
     }
 
 

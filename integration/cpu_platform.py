@@ -11,7 +11,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from tutti_sglang.integration import cpu_transfer
+from tutti_sglang.integration import cpu_mamba, cpu_transfer
 from tutti_sglang.integration.cpu_server import PLATFORM
 
 
@@ -40,6 +40,11 @@ class TuttiCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = self.get_default_attention_backend()
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Whether states of a recurrent model can be kept at page boundaries, so that pages may hold many tokens."""
+        return True
+
     def init_backend(self) -> None:
         """In each worker, before any pool exists."""
         cpu_transfer.install()
+        cpu_mamba.install()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-_POOL_MODULES = ("sglang.srt.mem_cache.pool_host.mha", "sglang.srt.mem_cache.pool_host.mla")
+_POOL_MODULES = tuple(f"sglang.srt.mem_cache.pool_host.{kind}" for kind in ("mha", "mla", "mamba"))
 
 
 def install() -> None:
@@ -168,6 +168,16 @@ def transfer_kv_all_layer_mla_lf_pf(
         _copy(_Rows(source, item_size, src_indices.numpy()), target, item_size)
 
 
+def transfer_kv_mamba_pf_lf(**arguments: Any) -> None:
+    """`transfer_kv_per_layer_mla_pf_lf` for states."""
+    transfer_kv_per_layer_mla_pf_lf(**arguments)
+
+
+def transfer_kv_mamba_lf_pf(*, src_ptrs: Any, **arguments: Any) -> None:
+    """`transfer_kv_all_layer_mla_lf_pf` for states."""
+    transfer_kv_all_layer_mla_lf_pf(src_ptrs, **arguments)
+
+
 def transfer_kv_per_layer(*, src_k: Any, dst_k: Any, src_v: Any, dst_v: Any, **common: Any) -> None:
     """`transfer_kv_per_layer_mla` for K and V."""
     transfer_kv_per_layer_mla(src_k, dst_k, **common)
@@ -253,6 +263,8 @@ OPERATIONS = (
     transfer_kv_all_layer_mla,
     transfer_kv_per_layer_mla_pf_lf,
     transfer_kv_all_layer_mla_lf_pf,
+    transfer_kv_mamba_pf_lf,
+    transfer_kv_mamba_lf_pf,
     transfer_kv_per_layer,
     transfer_kv_all_layer,
     transfer_kv_per_layer_pf_lf,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti_sglang.integration.cpu_model import EOS, SPECIALS, VOCABULARY, Shape, built_in_model, write_model
+from tutti_sglang.integration.cpu_model import EOS, SPECIALS, VOCABULARY, Shape, _config, built_in_model, write_model
 
 pytest.importorskip("sglang", reason="SGLang, which brings safetensors and tokenizers, is not installed")
 
@@ -93,7 +93,15 @@ def test_a_chat_becomes_turns_between_special_tokens(model: Path) -> None:
     assert tokenizer.eos_token_id == EOS
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(latent=128)], ids=["grouped heads", "latent"])
+SHAPES = {
+    "grouped heads": Shape(),
+    "latent": Shape(latent=128),
+    "window": Shape(window=128),
+    "state": Shape(state=16),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_only_printable_characters_and_the_end_can_win(shape: Shape, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
@@ -102,6 +110,15 @@ def test_only_printable_characters_and_the_end_can_win(shape: Shape, tmp_path: P
     assert np.flatnonzero(head.any(axis=1)).tolist() == [*range(32, 127), EOS]
     assert head.shape == (VOCABULARY, shape.hidden)
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == VOCABULARY
+
+
+def test_each_shape_is_another_network() -> None:
+    """What tells them apart to SGLang, which picks its pools and its tree by the architecture."""
+    configs = [_config(shape) for shape in SHAPES.values()]
+    assert len({config["architectures"][0] for config in configs}) == len(SHAPES)
+    kinds = _config(Shape(window=128))["layer_types"]
+    assert {"sliding_attention", "full_attention"} == set(kinds)
+    assert len(kinds) == Shape().layers
 
 
 def test_the_default_is_small_and_has_a_long_context(model: Path) -> None:
