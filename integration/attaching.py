@@ -17,6 +17,7 @@ from tutti_sglang.errors import ConfigError
 from tutti_sglang.integration.flags import CLASS_NAME, NAME
 from tutti_sglang.integration.hook import Hook
 from tutti_sglang.integration.ranks import SERVING_SECONDS, START_SECONDS, Attempt
+from tutti_sglang.integration.writers import Place, let_write, must_write
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,11 @@ def _agree_before_groups(controller: Any) -> None:
     if attempt is not None and not _attaching.opened:
         _attaching.opened = True
         backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)  # SGLang's fault injector
-        attempt.agree(backend.facts())
+        notes = attempt.agree(backend.facts(), msgspec.json.encode(backend.place()).decode())
+        places = [msgspec.json.decode(note, type=Place) for note in notes]
+        if must_write(backend.place(), places) and not controller.storage_config.is_storage_writer:
+            let_write(controller)
+            backend.let_write()
 
 
 def _attach_over_http(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -27,6 +27,7 @@ from tutti_sglang.integration.pools import view_of
 from tutti_sglang.integration.prefix import leading, restorable
 from tutti_sglang.integration.stored import Found
 from tutti_sglang.integration.tier import Tier
+from tutti_sglang.integration.writers import Place
 from tutti_sglang.metrics import process_metrics
 
 logger = logging.getLogger(__name__)
@@ -214,6 +215,14 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
     def facts(self) -> dict[str, str]:
         """What must be the same on all ranks of a server, named for people."""
         return self._tier.facts()
+
+    def place(self) -> Place:
+        """What the other ranks must know to choose who writes what all of them hold."""
+        return self._tier.place()
+
+    def let_write(self) -> None:
+        """Write replicated KV, although SGLang chose another rank."""
+        self._tier.writes_replicas = True
 
     def _get(self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float) -> list[bool]:
         start = time.monotonic()

@@ -47,27 +47,32 @@ class Attempt:
         self._number, self._step = number, 0
         self._rank = torch.distributed.get_rank() if self._store else 0
 
-    def agree(self, facts: Facts) -> None:
-        """One step is done here: wait until it is on all ranks. `facts` must be equal on all of them.
+    def agree(self, facts: Facts, note: str = "") -> list[str]:
+        """One step is done here: wait until it is on all ranks. `facts` must be equal on all of them; the `note` of
+        each rank is returned.
 
         RankError says which rank is not there, has failed or differs; it is raised on all ranks or on none.
         """
         if self._store is None:
-            return
+            return [note]
         step = self._name()
         self._step += 1
-        self._store.set(f"{step}/{self._rank}", msgspec.json.encode(dict(facts)))
-        ranks = range(torch.distributed.get_world_size())
-        if self._store.add(f"{step}/count", 1) == len(ranks):
-            told = [msgspec.json.decode(self._store.get(f"{step}/{rank}"), type=dict[str, str]) for rank in ranks]
-            self._decide(step, difference(told))
+        self._store.set(f"{step}/{self._rank}", msgspec.json.encode((dict(facts), note)))
+        if self._store.add(f"{step}/count", 1) == torch.distributed.get_world_size():
+            self._decide(step, difference([facts for facts, _ in self._told(step)]))
         if reason := self._verdict(step):
             raise RankError(*reason.split("\0"))
+        return [note for _, note in self._told(step)]
 
     def fail(self, reason: object) -> None:
         """This rank cannot: no other must wait for it. Does nothing where the step was decided already."""
         if self._store is not None:
             self._decide(self._name(), f"Rank {self._rank} cannot attach the storage: {reason}")
+
+    def _told(self, step: str) -> list[tuple[dict[str, str], str]]:
+        ranks = range(torch.distributed.get_world_size())
+        told = (self._store.get(f"{step}/{rank}") for rank in ranks)
+        return [msgspec.json.decode(each, type=tuple[dict[str, str], str]) for each in told]
 
     def _name(self) -> str:
         return f"tutti/attach/{self._number}/{self._step}"

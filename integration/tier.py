@@ -19,6 +19,7 @@ from tutti_sglang.integration.flat import FlatObjects, Shape
 from tutti_sglang.integration.pools import PoolView, view_of
 from tutti_sglang.integration.served import is_repeatable, served
 from tutti_sglang.integration.stored import Found, StoredPool
+from tutti_sglang.integration.writers import Place, place
 from tutti_sglang.metrics import process_metrics
 from tutti_sglang.store import ObjectStore
 from tutti_sglang.store.namespace import Namespace
@@ -40,6 +41,8 @@ class Tier:
         self.config = loaded.config
         self._storage = storage
         self._generic = generic
+        self.writes_replicas = storage.is_storage_writer
+        """Of KV that several ranks hold alike one writes; the others say what is there."""
         self._identify = partial(
             served.identity,
             storage.model_name,
@@ -101,7 +104,7 @@ class Tier:
 
     def writes(self, view: PoolView) -> bool:
         """Whether this rank stores such pages: of replicated KV one rank does."""
-        return bool(ids.is_sharded(self._storage, view) or self._storage.is_storage_writer)
+        return bool(ids.is_sharded(self._storage, view) or self.writes_replicas)
 
     def page_bytes(self, name: str) -> int:
         """Payload bytes of a page of the pool."""
@@ -123,6 +126,10 @@ class Tier:
         """What must be the same on all ranks of a server, named for people."""
         facts: dict[str, str] = msgspec.structs.asdict(self._identity) | {"kv_heads": str(self._identity.kv_heads)}
         return {name.replace("_", " "): value for name, value in facts.items()}
+
+    def place(self) -> Place:
+        """Where this rank writes, for the other ranks."""
+        return place(self._storage, self.config)
 
     def renew(self) -> None:
         """Go on under the identity that the model has now."""

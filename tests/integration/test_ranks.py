@@ -269,6 +269,27 @@ def test_replicas_store_one_copy_and_find_it_after_new_weights_too(model: Path, 
     ]
 
 
+def test_replicas_on_stores_of_their_own_are_written_to_each(model: Path, disk: Path) -> None:
+    """As with two machines, or a drive for each rank: rank 0's pages are not where rank 1 looks."""
+
+    def attach(rank: Rank) -> str:
+        return rank.attach(disk / "{rank}")
+
+    def together(rank: Rank) -> Any:
+        rank.detach()
+        message = rank.attach(disk / "store")
+        return message, rank.tree.cache_controller.backup_skip
+
+    def skips(rank: Rank) -> bool:
+        return bool(rank.tree.cache_controller.backup_skip)
+
+    cases = [attach, skips, _compute, _ask, _update, _compute, _ask, together]
+    answers = on_ranks(model, 2, *cases, mla=True, tp_size=2)
+    assert answers[1] == [False, False]
+    assert answers[3] == answers[6] == [WHOLE, WHOLE]
+    assert answers[7] == [("", False), ("", True)], "one store, one writer"
+
+
 def test_storage_attached_to_a_tree_with_nodes_stores_no_page_that_claims_another_prefix(
     model: Path, disk: Path
 ) -> None:
