@@ -17,6 +17,7 @@ from tests.integration.linkers import (
     SWA,
     Request,
     admitted,
+    buffers,
     content,
     fill,
     forward,
@@ -268,3 +269,62 @@ def test_what_is_not_served_is_refused_by_name(opened: Open) -> None:
         opened(mha(), path="host")
     with pytest.raises(UnsupportedError, match="MHATokenToKVPool is not served"):
         opened(mha(), SWA)
+
+
+def _spoil(store: Path) -> None:
+    """A bit of every tensor in the store flips."""
+    for file in (store / "segments").glob("*.seg"):
+        content = bytearray(file.read_bytes())
+        for at in range(0, len(content), 4096):
+            content[at] ^= 1
+        file.write_bytes(content)
+
+
+def test_pages_that_a_disk_spoiled_are_not_reported_when_they_are_read_ahead(opened: Open, disk: Path) -> None:
+    pool = mha()
+    fill(pool, 1)
+    linker = opened(pool)
+    assert offload(linker, keys(4), FROM)
+    assert linker._tier.store.drain(8)
+    _spoil(disk / "store")
+    request = Request(linker, "r", keys(4)).arrive()
+    assert admitted(linker, "r")
+    assert request.lookup() == 0
+    assert linker._metrics.value("tutti_preload_bytes", kind="used") == 0
+
+
+def test_a_load_that_fails_in_the_forward_pass_is_told_and_leaves_the_store_clean(opened: Open, disk: Path) -> None:
+    pool = mha()
+    fill(pool, 1)
+    linker = opened(pool, preload=0)
+    assert offload(linker, keys(4), FROM)
+    assert linker._tier.store.drain(8)
+    _spoil(disk / "store")
+    before = linker._metrics.value("tutti_load_requests", outcome="failed")
+    bad, good = Request(linker, "bad", keys(4)), Request(linker, "good", keys(2, 50))
+    assert bad.lookup() == 4
+    assert bad.load(kv=TO)
+    assert not forward(linker), "SGLang aborts the requests of the batch"
+    assert linker._metrics.value("tutti_load_requests", outcome="failed") == before + 1
+    assert eventually(lambda: bad.lookup() == 0), "it is computed the next time"
+    assert offload(linker, keys(2, 50), FROM[:2])
+    assert good.lookup() == 2
+    assert good.load(kv=TO[:2])
+    assert forward(linker), "a batch that failed does not touch the next one"
+
+
+def test_no_copy_is_under_way_when_finish_returns(opened: Open) -> None:
+    pool = mha()
+    fill(pool, 1)
+    linker = opened(pool)
+    assert offload(linker, keys(4), FROM)
+    for round_ in range(20):
+        request = Request(linker, f"r{round_}", keys(4)).arrive()
+        assert admitted(linker, f"r{round_}")
+        assert request.lookup() == 4
+        assert request.load(kv=TO)
+        assert forward(linker)
+        mark = round_ % 200
+        for buffer in buffers(pool):
+            buffer[TO] = mark  # SGLang gives the slots to somebody else at once
+        assert all((buffer[TO] == mark).all() for buffer in buffers(pool))
