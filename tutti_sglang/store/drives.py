@@ -11,11 +11,14 @@ from typing import TypeVar
 from tutti_sglang.config import Config
 from tutti_sglang.errors import CapacityError, ForeignStoreError, StoreError
 from tutti_sglang.store import directory, probe, superblock
+from tutti_sglang.store.errands import ANSWER_SECONDS, Errands
 from tutti_sglang.store.health import Health
 from tutti_sglang.store.superblock import Superblock
 from tutti_sglang.units import format_size
 
 T = TypeVar("T")
+
+SILENT = "its file system does not answer"
 
 DEFAULT_SHARE = 0.8
 """max_size = 0 takes this much of what is free or already ours when the store opens."""
@@ -50,19 +53,30 @@ class Drive:
     limit: int = 0
     reads: Health = field(default_factory=Health)
     writes: Health = field(default_factory=Health)
+    errands: Errands = field(default_factory=Errands)
     _identity: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         self._identity = directory.identity(self.path, superblock.NAME)
 
+    def ask(self, act: Callable[[], T], seconds: float = ANSWER_SECONDS, undo: Callable[[T], None] | None = None) -> T:
+        """A system call on this drive, by its own thread: one that takes longer than `seconds` puts it out of service,
+        and the others wait no longer. OSError, TimeoutError among them; `undo` takes back what came too late."""
+        try:
+            return self.errands.call(act, seconds, undo)
+        except TimeoutError:
+            for health in (self.reads, self.writes):
+                health.hang(SILENT)
+            raise
+
     def free(self) -> int:
-        """Bytes that the file system would still give to us."""
-        status = os.fstatvfs(self.segments)
+        """Bytes that the file system would still give to us. OSError."""
+        status = self.ask(partial(os.fstatvfs, self.segments))
         return status.f_bavail * status.f_frsize
 
     def room(self, used: int) -> int:
         """Bytes of new segments that fit, where `used` bytes of segments are there already; negative when there are
-        too many."""
+        too many. OSError."""
         return min(self.limit - used, self.free() - self.min_free)
 
     @property
@@ -71,12 +85,30 @@ class Drive:
         return self.reads.in_service and self.writes.in_service
 
     def present(self) -> bool:
-        """False once its directory was deleted or another one stands in its place."""
-        return self._identity is not None and directory.identity(self.path, superblock.NAME) == self._identity
+        """False once its directory was deleted or another one stands in its place. OSError: it does not answer."""
+        found = self.ask(partial(directory.identity, self.path, superblock.NAME))
+        return self._identity is not None and found == self._identity
+
+    def remove(self, name: str) -> None:
+        """Unlink a file in `segments`, when the drive answers; no error is told."""
+        unlink = partial(os.unlink, name, dir_fd=self.segments)
+        try:
+            self.ask(unlink)
+        except TimeoutError:
+            self.errands.later(unlink)
+        except OSError:
+            pass
+
+    def close_file(self, fd: int) -> None:
+        """Close a file of this drive: where it does not serve, closing may take as long as anything else."""
+        if self.serves:
+            os.close(fd)
+        else:
+            self.errands.later(partial(os.close, fd))
 
     def close(self) -> None:
         """Give the descriptor back."""
-        os.close(self.segments)
+        self.errands.close(partial(os.close, self.segments))
 
     def describe(self, used: int) -> str:
         """`0 /mnt/nvme0: 3GiB of 200GiB, O_DIRECT`."""

@@ -6,11 +6,13 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from tutti_sglang.errors import CapacityError
 from tutti_sglang.geometry import Geometry, group_size
 from tutti_sglang.store.cycle import WEIGHT_MAX, spread, weights
 from tutti_sglang.store.drives import Drive
+from tutti_sglang.store.errands import DATA_SECONDS
 from tutti_sglang.store.locking import store_lock
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.preallocate import preallocate
@@ -88,8 +90,9 @@ class Growth:
         there is no such drive. StoreError."""
         for ordinal, drive in self._parts.drives.items():
             rows = [row.id for row in self._segments.rows() if ordinal in row.cycle]
-            if rows and drive.free() < drive.min_free:
-                return self.drop(min(rows))
+            with contextlib.suppress(OSError):
+                if rows and drive.serves and drive.free() < drive.min_free:
+                    return self.drop(min(rows))
         return None
 
     def orphans(self) -> list[tuple[int, str]]:
@@ -126,12 +129,16 @@ class Growth:
 
     def _room(self) -> dict[int, int]:
         used = self._segments.used()
-        serving = {number: drive for number, drive in self._parts.drives.items() if drive.serves}
-        return {number: drive.room(used.get(number, 0)) for number, drive in serving.items()}
+        room = {}
+        for number, drive in self._parts.drives.items():
+            with contextlib.suppress(OSError):
+                if drive.serves:
+                    room[number] = drive.room(used.get(number, 0))
+        return room
 
     def _names(self, drive: Drive) -> list[str]:
         try:
-            return os.listdir(drive.segments)
+            return drive.ask(partial(os.listdir, drive.segments))
         except OSError as error:
             self._parts.ledger.refused(drive.ordinal, "list", error)
             return []
@@ -170,8 +177,9 @@ class Growth:
         drafts: dict[int, str] = {}
         for number in sorted(set(geometry.cycle)):
             drafts[number] = _DRAFT + secrets.token_hex(8)
+            drive, size = self._parts.drives[number], geometry.file_size(number)
             try:
-                self._make_file(self._parts.drives[number], drafts[number], geometry.file_size(number))
+                drive.ask(partial(self._make_file, drive, drafts[number], size), DATA_SECONDS)
             except OSError as error:
                 self._remove(drafts)
                 self._parts.ledger.refused(number, "create", error)
@@ -190,17 +198,17 @@ class Growth:
     def _name(self, drafts: dict[int, str], number: int) -> bool:
         """Give the files of a recorded segment their names. False when a drive refuses: then the segment goes at once,
         before many of its slots are leased in vain."""
-        for drive, name in drafts.items():
-            place = self._parts.drives[drive].segments
+        for ordinal, name in drafts.items():
+            drive = self._parts.drives[ordinal]
+            place = drive.segments
             try:
-                os.rename(name, file_name(number), src_dir_fd=place, dst_dir_fd=place)
+                drive.ask(partial(os.rename, name, file_name(number), src_dir_fd=place, dst_dir_fd=place))
             except OSError as error:
-                self._parts.ledger.refused(drive, "create", error)
+                self._parts.ledger.refused(ordinal, "create", error)
                 self._drop(number)
                 return False
         return True
 
     def _remove(self, names: dict[int, str]) -> None:
         for drive, name in names.items():
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self._parts.drives[drive].segments)
+            self._parts.drives[drive].remove(name)

@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from tutti_sglang.engine.batch import IN_PROGRESS, IOCTX_DTYPE, IoClass, Operati
 from tutti_sglang.engine.staging import Extent
 from tutti_sglang.memory import view
 from tutti_sglang.store import probe
-from tutti_sglang.store.drives import Drive
+from tutti_sglang.store.drives import SILENT, Drive
 from tutti_sglang.store.health import Health
 from tutti_sglang.store.parts import Parts
 
@@ -47,22 +48,33 @@ class Revival:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._trials: dict[int, _Trial] = {}
+        self._told: dict[int, str] = {}
 
     def tick(self) -> None:
         """OSError, EngineError."""
         for ordinal, drive in self._parts.drives.items():
-            if not drive.present():
-                self._absent(drive)
-            elif ordinal in self._trials:
+            problem = self._problem(drive)
+            if problem:
+                self._absent(drive, problem)
+                continue
+            self._told.pop(ordinal, None)
+            if ordinal in self._trials:
                 self._look(ordinal, drive)
             elif drive.reads.due() or drive.writes.due():
                 self._start(ordinal, drive)
 
-    def _absent(self, drive: Drive) -> None:
+    def _problem(self, drive: Drive) -> str:
+        try:
+            return "" if drive.present() else "its directory was deleted, or another one stands in its place"
+        except OSError:
+            return SILENT
+
+    def _absent(self, drive: Drive, why: str) -> None:
+        if self._told.get(drive.ordinal) != why:
+            self._told[drive.ordinal] = why
+            self._parts.reporter.warn(f"gone {drive.ordinal} {why}", f"{drive.path} is out of service: {why}")
         for health in (drive.reads, drive.writes):
-            if health.hang("its directory was deleted, or another one stands in its place"):
-                self._parts.reporter.warn(f"gone {drive.ordinal}", f"{drive.path} is out of service: {health.reason}")
-            elif health.due():
+            if not health.hang(why) and health.due():
                 health.tried(False)
         self._parts.ledger.show(drive)
 
@@ -71,7 +83,7 @@ class Revival:
         due = [(health, operation) for health, operation in due if health.due()]
         writing = any(operation is Operation.WRITE for _, operation in due)
         try:
-            fd = probe.open_check(drive.segments, writing, drive.direct)
+            fd = drive.ask(partial(probe.open_check, drive.segments, writing, drive.direct), undo=os.close)
         except OSError:
             for health, _ in due:
                 health.tried(False)
@@ -105,7 +117,7 @@ class Revival:
             self._parts.staging.release(attempt.extent)
             trial.attempts.remove(attempt)
         if not trial.attempts and self._parts.engine.detach(ordinal, SEGMENT, 0):
-            os.close(trial.fd)
+            drive.close_file(trial.fd)
             del self._trials[ordinal]
 
     def _judge(self, drive: Drive, attempt: _Attempt, result: int) -> None:

@@ -19,6 +19,7 @@ from tutti_sglang.errors import EngineError
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.store.allocation import ACTIVE, SegmentRow
 from tutti_sglang.store.drives import Drive
+from tutti_sglang.store.errands import DATA_SECONDS
 from tutti_sglang.store.health import Health
 from tutti_sglang.store.index import Index
 from tutti_sglang.store.opener import Opening, open_file
@@ -170,7 +171,8 @@ class Segments:
         assert found is not None
         for ordinal in set(found.row.cycle) & self.drives.keys():
             try:
-                status = os.stat(file_name(number), dir_fd=self.drives[ordinal].segments, follow_symlinks=False)
+                drive = self.drives[ordinal]
+                status = drive.ask(partial(os.stat, file_name(number), dir_fd=drive.segments, follow_symlinks=False))
             except FileNotFoundError:
                 return False
             except OSError:
@@ -190,8 +192,8 @@ class Segments:
     def sync(self, numbers: Iterable[int]) -> None:
         """Bring the segments, which are in use, to the disk. OSError."""
         for number in numbers:
-            for fd in list(self._table[number].files.values()):
-                os.fdatasync(fd)
+            for ordinal, fd in list(self._table[number].files.items()):
+                self.drives[ordinal].ask(partial(os.fdatasync, fd), DATA_SECONDS)
 
     def leave_direct_io(self, batch: Batch, results: Results) -> None:
         """A file system may take O_DIRECT at first and refuse it later: then it is used through the page cache from now
@@ -209,8 +211,8 @@ class Segments:
         """Close all files; the engine is closed and idle."""
         with self._lock:
             for each in self._table.values():
-                for fd in each.files.values():
-                    os.close(fd)
+                for ordinal, fd in each.files.items():
+                    self.drives[ordinal].close_file(fd)
                 each.files.clear()
                 each.gone, each.open = True, False
 
@@ -295,6 +297,6 @@ class Segments:
         segment.open = False
         for ordinal, fd in list(segment.files.items()):
             if self._engine.detach(ordinal, segment.row.id, 0):
-                os.close(fd)
+                self.drives[ordinal].close_file(fd)
                 del segment.files[ordinal]
         return not segment.files
