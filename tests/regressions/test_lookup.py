@@ -14,6 +14,7 @@ import torch
 from tests.integration.host_pools import fill, mha_pool, slots
 from tests.regressions.test_key import keys, same
 from tests.store.kit import MIB, close_good, get, lookup, namespace, open_store, store_pages
+from tutti_sglang.store import pins
 
 Open = Callable[..., Any]
 
@@ -52,9 +53,35 @@ def _spoil(disk: Path, values: torch.Tensor, pool: Any, page: int) -> None:
     pytest.fail("V of the page is not on the drive")
 
 
-def test_pages_that_were_evicted_after_the_lookup_are_told_page_by_page(disk: Path) -> None:
-    """B25: elsewhere a promise from a lookup could not be kept, and the transfer failed with it. A lookup here promises
-    nothing: the get says which pages came, whatever was promised."""
+def test_what_a_lookup_claimed_outlasts_the_evictions_that_follow(disk: Path) -> None:
+    """B25: elsewhere a promise from a lookup could not be kept, and the transfer failed with it."""
+    store = open_store(disk, max_size=2 * MIB)
+    ns = store.attach(namespace())
+    store_pages(store, ns, *range(40))
+    for start in range(100, 400, 20):
+        assert all(lookup(store, ns, *range(10, 30)))
+        store_pages(store, ns, *range(start, start + 20))
+    assert not all(get(store, ns, *range(30, 40))), "nothing was evicted"
+    assert all(get(store, ns, *range(10, 30)))
+    close_good(store)
+
+
+def test_claims_of_all_there_is_do_not_stop_puts(disk: Path) -> None:
+    """B25: a claim is kept for a while and not at any price; of what is written, some may make way for the claimed."""
+    store = open_store(disk, max_size=2 * MIB)
+    ns = store.attach(namespace())
+    for start in range(0, 400, 20):
+        store_pages(store, ns, *range(start, start + 20))
+        lookup(store, ns, *range(400))
+        assert sum(get(store, ns, *range(start, start + 20))) > 10
+    close_good(store)
+
+
+def test_pages_that_were_evicted_after_the_lookup_are_told_page_by_page(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B25: after that time, and when another process evicts, the get says which pages came, whatever was promised."""
+    monkeypatch.setattr(pins, "PIN_SECONDS", 0.0)
     store = open_store(disk, max_size=2 * MIB)
     ns = store.attach(namespace())
     store_pages(store, ns, *range(40))

@@ -16,6 +16,7 @@ from tutti_sglang.store.clock import Clock, places_of
 from tutti_sglang.store.index import RECORD_DTYPE, Index
 from tutti_sglang.store.keys import KEY_SIZE
 from tutti_sglang.store.namespace import Namespace
+from tutti_sglang.store.pins import Pins
 from tutti_sglang.store.slots import NO_SLOT, slots_of
 from tutti_sglang.store.sweeper import Sweeper, stretches
 
@@ -30,7 +31,7 @@ class Process:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self.index = Index(path / "index.db", Metrics(CollectorRegistry()))
         self.clock = Clock(self.fd)
-        self.sweeper = Sweeper(self.index, self.clock)
+        self.sweeper = Sweeper(self.index, self.clock, Pins())
         self.space = self.index.namespace_id(
             Namespace(model=model, weights="w", dtype="bf16", page_size=64, tensors=(4096,), layers=(0, 1))
         )

@@ -2,10 +2,13 @@
 
 from collections.abc import Collection
 
+import numpy as np
+
 from tutti_sglang.store.allocation import SegmentRow
 from tutti_sglang.store.eviction import donor, surplus
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.parts import Parts
+from tutti_sglang.store.slots import slot_ids
 from tutti_sglang.store.space import Space
 from tutti_sglang.store.sweeper import Sweeper
 
@@ -19,7 +22,7 @@ class Evictor:
     def __init__(self, parts: Parts, growth: Growth) -> None:
         self._parts = parts
         self._growth = growth
-        self._sweeper = Sweeper(parts.index, parts.hits.clock)
+        self._sweeper = Sweeper(parts.index, parts.hits.clock, parts.pins)
 
     def make_room(self, space: Space, missing: int, keep: Collection[int]) -> int:
         """Make room for about `missing` objects of the namespace; how many slots become free, now or when their readers
@@ -41,7 +44,7 @@ class Evictor:
             too_many = surplus(self._parts.index.usage(space.id), config.low_watermark, config.high_watermark)
             if too_many and self._growth.full(space):
                 rows = [row for row in self._parts.segments.rows() if self._parts.segments.writable(row.id)]
-                self._count(self._sweeper.make_room(space.id, min(too_many, TRIM_MAX), rows))
+                self._count(self._sweeper.make_room(space.id, min(too_many, TRIM_MAX), rows, spare=True))
 
     def _take_segment(self, space: Space, rows: list[SegmentRow]) -> int:
         """Drop the coldest segment of the namespace that has to give one, if there is any; how many slots it had."""
@@ -53,10 +56,15 @@ class Evictor:
         mine = [row for row in rows if row.namespace == giver]
         if not mine:
             return 0
-        coldest = min(mine, key=lambda row: (int(self._parts.hits.clock.read(row.clock, row.slots).sum()), row.id))
+        coldest = min(mine, key=self._warmth)
         gone = self._growth.drop(coldest.id)
         self._count(gone or 0)
         return 0 if gone is None else coldest.slots
+
+    def _warmth(self, row: SegmentRow) -> tuple[bool, int, int]:
+        """What is pinned goes last, then hits decide."""
+        pinned = self._parts.pins.pinned(slot_ids(row.id, np.arange(row.slots))).any()
+        return bool(pinned), int(self._parts.hits.clock.read(row.clock, row.slots).sum()), row.id
 
     def _count(self, gone: int) -> int:
         self._parts.metrics.add("tutti_evicted_objects", gone)

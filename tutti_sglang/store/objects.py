@@ -151,12 +151,15 @@ class ObjectStore:
         return space.id
 
     def lookup(self, ns: int, keys: bytes) -> Flags:
-        """(n,) which objects a get would find now. Waits for no writer and no drive."""
+        """(n,) which objects a get would find now; for a while this process does not evict them. Waits for no writer
+        and no drive."""
 
         def act() -> Flags:
             space = self._parts.spaces[ns]
             accepted = self._parts.accepted.contains(ns, split(keys)) if len(self._parts.accepted) else False
-            found = accepted | spot(self._parts, space, keys).claimed
+            sight = spot(self._parts, space, keys)
+            self._parts.pins.pin(sight.slots[sight.claimed])
+            found = accepted | sight.claimed
             there = int(found.sum())
             self._parts.metrics.add("tutti_lookup_objects", there, outcome="found")
             self._parts.metrics.add("tutti_lookup_objects", len(found) - there, outcome="absent")

@@ -16,6 +16,7 @@ from tutti_sglang.store.hits import Hits
 from tutti_sglang.store.index import Index
 from tutti_sglang.store.outcome import Ledger
 from tutti_sglang.store.owners import Owners
+from tutti_sglang.store.pins import Pins
 from tutti_sglang.store.report import Reporter
 from tutti_sglang.store.segments import Segments
 from tutti_sglang.store.space import Space
@@ -45,6 +46,7 @@ class Parts:
     hits: Hits
     admission: Admission
     window: Window
+    pins: Pins = field(default_factory=Pins)
     spaces: dict[int, Space] = field(default_factory=dict)
     gone: threading.Event = field(default_factory=threading.Event)
 

@@ -10,6 +10,7 @@ from tutti_sglang.store.allocation import SegmentRow
 from tutti_sglang.store.clock import Clock
 from tutti_sglang.store.eviction import HITS_MAX, Hits, Sweep, aged, window_size
 from tutti_sglang.store.index import Index, Occupants
+from tutti_sglang.store.pins import Pins
 from tutti_sglang.store.slots import slot_ids
 
 _PIECE = 4096
@@ -51,31 +52,36 @@ class Sweeper:
     """One per process, for one thread. Processes sweep different windows; one that dies leaves its own to the next
     turn."""
 
-    def __init__(self, index: Index, clock: Clock) -> None:
+    def __init__(self, index: Index, clock: Clock, pins: Pins) -> None:
         self._index = index
         self._clock = clock
+        self._pins = pins
         self._windows: dict[int, _Window] = {}
 
-    def make_room(self, namespace: int, count: int, segments: Iterable[SegmentRow]) -> int:
+    def make_room(self, namespace: int, count: int, segments: Iterable[SegmentRow], spare: bool = False) -> int:
         """Evict `count` objects of a namespace from those of `segments` that are its own; how many went: fewer where
-        there are not so many. Their slots settle before they can be leased. StoreError."""
+        there are not so many. What is pinned goes only when all the rest is hot, and with `spare` not even then. Their
+        slots settle before they can be leased. StoreError."""
         mine = sorted((row for row in segments if row.namespace == namespace), key=lambda row: row.id)
         total = sum(row.slots for row in mine)
         self._clock.flush()
         gone = seen = 0
-        while gone < count and mine and seen <= _TURNS * total:
+        while gone < count and mine and seen <= (1 if spare else 2) * _TURNS * total:
             window = self._windows.get(namespace)
             if window is None or not len(window.sweep):
                 step = window_size(total)
                 seen += step
                 window = self._windows[namespace] = self._enter(namespace, mine, step, total)
-            evicted = self._evict(namespace, window, count - gone)
+            evicted = self._evict(namespace, window, count - gone, seen <= _TURNS * total)
             gone += evicted
             seen = 0 if evicted else seen
         return gone
 
-    def _evict(self, namespace: int, window: _Window, count: int) -> int:
-        chosen = window.sweep.take(count, self._hits(window.stretches)[window.places])
+    def _evict(self, namespace: int, window: _Window, count: int, sparing: bool) -> int:
+        hits = self._hits(window.stretches)[window.places]
+        if sparing:
+            hits[self._pins.pinned(window.sweep.slots)] = HITS_MAX
+        chosen = window.sweep.take(count, hits)
         if not len(chosen):
             return 0
         return int(self._index.delete(namespace, window.keys[chosen].tobytes(), window.sweep.slots[chosen]).sum())
