@@ -59,8 +59,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     write_admission: Literal["all", "second"] = "all"
     daily_write_budget: int = 0
     eviction: Literal["clock"] = "clock"
-    low_watermark: float = 0.90
-    high_watermark: float = 0.95
+    low_watermark: float = 0.97
+    high_watermark: float = 0.99
     grace_seconds: float = 60.0
     break_even: Literal["on", "off"] = "on"
     windows: Literal["on", "off"] = "on"

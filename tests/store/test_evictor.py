@@ -1,6 +1,7 @@
 """A full store makes room: what is used stays, namespaces share, budgets hold."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -59,6 +60,30 @@ def test_slots_are_kept_free_above_the_high_watermark(disk: Path) -> None:
     index = store._parts.index
     assert eventually(lambda: index.usage(ns).used <= 3 * SLOTS)
     assert index.usage(ns).used >= SLOTS
+    close_good(store)
+
+
+def test_a_full_store_loses_no_page_for_want_of_slots_while_others_read(disk: Path) -> None:
+    """Eviction by the writer itself is enough: watermarks only save it the trouble."""
+    store = open_store(disk, max_size=4 * MIB)
+    ns = store.attach(namespace())
+    _put(store, ns, 0, 4 * SLOTS)
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            get(store, ns, *range(0, 4 * SLOTS, 3))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for start in range(1000, 1000 + 12 * SLOTS, SLOTS):
+            assert all(put(store, ns, *range(start, start + SLOTS)))
+        assert store.drain(20)
+    finally:
+        done.set()
+        reader.join()
+    assert value(store, "tutti_put_objects", outcome="dropped") == 0
     close_good(store)
 
 
