@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from sglang.srt.runtime_context import get_memory, get_model
+from sglang.srt.runtime_context import get_disagg, get_memory, get_model
 
 from tutti_sglang.integration.identity import Identity, published_identity, stand_in_identity, weights_of
 from tutti_sglang.integration.ranks import shared_id
@@ -44,7 +44,11 @@ class Served:
         A model that must be downloaded first lies in files that nobody overwrites: it waits until the attach.
         """
         memory = get_memory()
-        used = memory.enable_hierarchical_cache or memory.enable_unified_cache_external_linker
+        used = (
+            memory.enable_hierarchical_cache
+            or memory.enable_unified_cache_external_linker
+            or get_disagg().disaggregation_decode_enable_offload_kvcache
+        )
         if used and Path(get_model().model_path).exists():
             self._taken = published_identity()
 

@@ -86,7 +86,7 @@ def test_a_prefill_server_finds_what_a_decode_server_offloaded(mla: bool, disk: 
 
     def stop(rank: Rank) -> list[bool]:
         """The decode scheduler's end: host memory goes, and nothing of ours may touch it any more."""
-        from tutti_sglang.integration.hicache import live_backends
+        from tutti_sglang.integration.live import live_backends
 
         rank.decode.release_host_resources()
         return [backend.closed for backend in live_backends()]

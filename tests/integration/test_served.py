@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,9 +12,16 @@ from sglang.srt.arg_groups.lora_hook import check_lora_server_args
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context, restore_context, snapshot_context
 from sglang.srt.server_args import ServerArgs
 
+from tutti_sglang.integration import served
 from tutti_sglang.integration.cpu_model import write_model
 from tutti_sglang.integration.identity import Identity
 from tutti_sglang.integration.served import Served, is_repeatable
+
+NO_WAY = {
+    "enable_hierarchical_cache": False,
+    "enable_unified_cache_external_linker": False,
+    "disaggregation_decode_enable_offload_kvcache": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +49,29 @@ def test_files_that_are_overwritten_later_do_not_count(tmp_path: Path) -> None:
     write_model(tmp_path, seed=0)
     assert before.identity("m", "") == Served().identity("m", "")
     assert before.identity("m", "mine") == Served().identity("m", "mine") != before.identity("m", "other")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"enable_hierarchical_cache": True},
+        {"enable_hierarchical_cache": False, "enable_unified_cache_external_linker": True},
+        {"enable_hierarchical_cache": False, "disaggregation_decode_enable_offload_kvcache": True},
+    ],
+    ids=["host", "direct", "decode offload"],
+)
+def test_every_way_to_the_store_knows_the_files_of_the_start(way: dict[str, bool], tmp_path: Path) -> None:
+    write_model(tmp_path)
+    _publish(tmp_path)
+    first = Served().identity("m", "")
+    model = Served()
+    flags = {"memory": SimpleNamespace(**(NO_WAY | way)), "disagg": SimpleNamespace(**(NO_WAY | way))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served, "get_memory", lambda: flags["memory"])
+        patch.setattr(served, "get_disagg", lambda: flags["disagg"])
+        model.take()
+    write_model(tmp_path, seed=1)
+    assert model.identity("m", "") == first
 
 
 def test_a_model_that_is_attached_is_not_read_again(tmp_path: Path) -> None:
