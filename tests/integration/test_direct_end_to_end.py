@@ -16,8 +16,8 @@ from tests.integration.test_end_to_end import PROMPT, extra
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
 
-LONG = PROMPT * 3
-"""More than one chunk of CHUNK tokens."""
+LONG = "A long one. " + PROMPT * 3
+"""More than one chunk of CHUNK tokens. No two prompts here begin alike: the one would find the other on the device."""
 CHUNK = ("--chunked-prefill-size", "1024")
 
 
