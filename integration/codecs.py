@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import sglang
 import torch
 
 from tutti_sglang.errors import UnsupportedError
@@ -18,7 +19,8 @@ class Parts(NamedTuple):
     """What a codec finds.
 
     `maps`: one PageMap, or one for each group of heads; `buffers`: the memory they point into; `layers`: first and
-    last + 1; `pages`: in the pool; `form`: name of a row format that dtype and sizes do not tell.
+    last + 1; `pages`: in the pool; `form`: name of a row format that dtype and sizes do not tell; `pool`: where pages
+    are copied by the pool's own calls, and `maps` tell only their size.
     """
 
     maps: tuple[PageMap, ...]
@@ -30,6 +32,7 @@ class Parts(NamedTuple):
     heads: int = 0
     sharded: bool = False
     packs_draft: bool = False
+    pool: Any = None
 
 
 Spans = list[tuple[int, int, int]]
@@ -103,6 +106,30 @@ def mamba(pool: Any, _: int) -> Parts:
         form="mamba" + "".join(str(tuple(each.shape[3:])).replace(" ", "") for each in states),
         sharded=True,
         packs_draft=bool(pool.mtp_draft_buffer_infos),
+    )
+
+
+def copied(pool: Any) -> Parts | None:
+    """A pool of another maker: by the calls with which SGLang's own file backend moves pages, if they are its own. What
+    it inherits need not know all of its buffers."""
+    kind = type(pool)
+    if not {"get_data_page", "set_from_flat_data_page", "get_dummy_flat_data_page"} <= vars(kind).keys():
+        return None
+    try:
+        page, target = pool.get_data_page(0).contiguous(), pool.get_dummy_flat_data_page()
+    except (NotImplementedError, ValueError):
+        return None
+    if page.nbytes != target.nbytes or not page.nbytes or not target.is_contiguous() or target.device.type != "cpu":
+        return None
+    return Parts(
+        maps=(PageMap(Order.TOKEN, (0,), (0,), (page.nbytes,)),),
+        buffers=(),
+        layers=(0, getattr(pool, "layer_num", 1)),
+        pages=pool.size // pool.page_size,
+        dtype=_dtype(page.dtype),
+        form=f"{kind.__module__}.{kind.__qualname__}.{pool.layout}@{sglang.__version__}",
+        sharded=True,
+        pool=pool,
     )
 
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from tutti_sglang.errors import UnsupportedError
-from tutti_sglang.integration.codecs import CODECS, REFUSED
+from tutti_sglang.integration.codecs import CODECS, REFUSED, copied
 from tutti_sglang.layout import PageMap, pages_of
 
 
@@ -17,10 +17,11 @@ class PoolView:
     """A host pool as the store sees it.
 
     `maps`: one PageMap, or one for each group of heads, none of a logical pool; `dtype`: with the row format, where
-    there is one; `page_size`: slots of a page, as SGLang counts them; `heads`: heads of this rank, 0 where they cannot
-    be told apart; `sharded`: the bytes differ between TP ranks; `packs_draft`: layers of a draft model follow the
-    model's own; `layers`: first and last + 1. `buffers` keeps the memory mapped for as long as we may touch it,
-    whatever the pool does with its own reference (HostKVCache.destroy).
+    there is one; `page_size`: slots of a page; `heads`: heads of this rank, 0 where they cannot be told apart;
+    `sharded`: the bytes differ between TP ranks; `packs_draft`: layers of a draft model follow the model's own;
+    `layers`: first and last + 1. `buffers` keeps the memory mapped for as long as we may touch it, whatever the pool
+    does with its own reference (HostKVCache.destroy). `pool`: one that copies pages itself and has no addresses; its
+    `maps` tell only the size.
     """
 
     maps: tuple[PageMap, ...]
@@ -32,6 +33,7 @@ class PoolView:
     sharded: bool
     packs_draft: bool
     buffers: tuple[torch.Tensor, ...]
+    pool: Any = None
 
     @property
     def logical(self) -> bool:
@@ -69,28 +71,32 @@ def view_of(pool: Any, groups: int = 1) -> PoolView:
     if kind in REFUSED:
         reason, hint = REFUSED[kind]
         raise UnsupportedError(f"The host pool {kind} cannot be kept in this tier: {reason}", hint)
-    codec = CODECS.get(kind)
-    if codec is None:
-        raise UnsupportedError(
-            f"The host pool {kind} cannot be kept in this tier: it is not known", f"Served: {', '.join(CODECS)}"
-        )
-    if kind != "LogicalHostPool" and _is_empty(pool):
+    if getattr(pool, "dcp_size", 1) > 1:
+        raise UnsupportedError("Decode context parallelism (--dcp-size > 1) is not served", "Start with --dcp-size 1")
+    if kind not in CODECS:
+        parts = copied(pool)
+        if parts is None:
+            raise UnsupportedError(
+                f"The host pool {kind} cannot be kept in this tier: it is not known", f"Served: {', '.join(CODECS)}"
+            )
+    elif kind != "LogicalHostPool" and _is_empty(pool):
         raise UnsupportedError(
             f"The host pool {kind} holds no memory of its own",
             "Start without sharing the host memory of MLA pools between ranks",
         )
-    parts = codec(pool, groups)
+    else:
+        parts = CODECS[kind](pool, groups)
     return PoolView(
         maps=parts.maps,
         dtype=f"{parts.dtype}:{parts.form}" if parts.form else parts.dtype,
-        # Under decode context parallelism SGLang's slots count the tokens of all ranks, a page holds this rank's share.
-        page_size=getattr(pool, "logical_page_size", pool.page_size),
+        page_size=pool.page_size,
         pages=parts.pages,
         layers=parts.layers,
         heads=parts.heads,
         sharded=parts.sharded,
         packs_draft=parts.packs_draft,
         buffers=parts.buffers,
+        pool=parts.pool,
     )
 
 

@@ -2,6 +2,8 @@
 
 from contextlib import AbstractContextManager
 
+from itertools import compress
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -67,6 +69,35 @@ class StoredPool:
     def clear(self) -> int:
         """Remove the objects of these namespaces, of this process and of all others."""
         return sum(self._store.clear(each) for each in self._ids)
+
+
+class CopiedPool(StoredPool):
+    """A pool that gives out copies of its pages, no addresses: each page passes through memory of ours, by two calls of
+    the pool. Slower, and only for pools that are not known by their buffers."""
+
+    def get(self, keys: bytes, indices: torch.Tensor, deadline: float) -> Found:
+        """See StoredPool.get."""
+        pages = self.view.numbers(indices, len(keys) // KEY_BYTES)
+        copies = [self.view.pool.get_dummy_flat_data_page() for _ in pages]
+        got = self._store.get(self._ids[0], keys, _rows(copies), deadline)
+        for page, copy in compress(zip(pages.tolist(), copies, strict=True), got.tolist()):
+            self.view.pool.set_from_flat_data_page(page * self.view.page_size, copy)
+        return got
+
+    def put(self, keys: bytes, indices: torch.Tensor, deadline: float, depth: int = 0) -> Found:
+        """See StoredPool.put."""
+        pages = self.view.numbers(indices, len(keys) // KEY_BYTES)
+        copies = [self.view.pool.get_data_page(page * self.view.page_size).contiguous() for page in pages.tolist()]
+        return self._store.put(self._ids[0], keys, _rows(copies), deadline, depth=depth)
+
+
+def stored_pool(store: ObjectStore, view: PoolView, namespaces: tuple[Namespace, ...]) -> StoredPool:
+    """By addresses where the view has them."""
+    return (StoredPool if view.pool is None else CopiedPool)(store, view, namespaces)
+
+
+def _rows(copies: list[torch.Tensor]) -> npt.NDArray[np.uint64]:
+    return np.array([[copy.data_ptr()] for copy in copies], dtype=np.uint64).reshape(-1, 1)
 
 
 def _all(count: int, parts: list[Found]) -> Found:

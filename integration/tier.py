@@ -18,7 +18,7 @@ from tutti_sglang.integration.calls import KEY_BYTES
 from tutti_sglang.integration.flat import FlatObjects, Shape
 from tutti_sglang.integration.pools import PoolView, view_of
 from tutti_sglang.integration.served import is_repeatable, served
-from tutti_sglang.integration.stored import Found, StoredPool
+from tutti_sglang.integration.stored import Found, StoredPool, stored_pool
 from tutti_sglang.integration.writers import Place, place
 from tutti_sglang.metrics import process_metrics
 from tutti_sglang.store import ObjectStore
@@ -65,7 +65,7 @@ class Tier:
     def attach_view(self, name: str, view: PoolView) -> bool:
         """Keep the pages of a pool whose map is known; False if they were kept before."""
         known = self._pools.get(name)
-        if known is not None and known.view.maps == view.maps:
+        if known is not None and known.view.maps == view.maps and known.view.pool is view.pool:
             return False
         self._pools[name] = self._stored(name, view)
         for namespace in self._pools[name].namespaces[:1]:
@@ -107,8 +107,14 @@ class Tier:
         return bool(ids.is_sharded(self._storage, view) or self.writes_replicas)
 
     def page_bytes(self, name: str) -> int:
-        """Payload bytes of a page of the pool."""
-        return self._pools[name].view.page_bytes
+        """Payload bytes of a page of the pool; 0 of one that is not kept."""
+        pool = self._pools.get(name)
+        return pool.view.page_bytes if pool else 0
+
+    def keeps_shards(self, name: str) -> bool:
+        """Whether the pool is kept, and its bytes differ between TP ranks."""
+        pool = self._pools.get(name)
+        return pool is not None and pool.view.sharded
 
     def worth_loading(self, lengths: Sequence[int]) -> int:
         """Of the numbers of pages that can be restored (ascending), the one with which the request starts soonest."""
@@ -149,7 +155,7 @@ class Tier:
             self.clear()
 
     def _stored(self, name: str, view: PoolView) -> StoredPool:
-        return StoredPool(self.store, view, ids.namespaces(self._identity, self._storage, view, str(name)))
+        return stored_pool(self.store, view, ids.namespaces(self._identity, self._storage, view, str(name)))
 
     def _flat_objects(self) -> FlatObjects:
         # Holds no reference to this object: a cycle would keep a detached store's files until the next collection.

@@ -25,8 +25,24 @@ def mha_pool(
 ) -> Any:
     """A host pool of 2 * `pages` + 1 pages."""
     capacity = pages * page_size
-    device = MHATokenToKVPool(
-        size=capacity,
+    device = mha_device(page_size, dtype, pages=pages, heads=heads, v_width=v_width, layers=layers, width=width)
+    kind = MHATokenToKVPoolHost if v_width == width else AsymmetricMHATokenToKVPoolHost
+    return _host(kind, device, capacity, page_size, layout, layers)
+
+
+def mha_device(
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float16,
+    *,
+    pages: int = 8,
+    heads: int = HEADS,
+    v_width: int = WIDTH,
+    layers: int = LAYERS,
+    width: int = WIDTH,
+) -> MHATokenToKVPool:
+    """What a host pool mirrors."""
+    return MHATokenToKVPool(
+        size=pages * page_size,
         page_size=page_size,
         dtype=dtype,
         head_num=heads,
@@ -36,26 +52,35 @@ def mha_pool(
         device="cpu",
         enable_memory_saver=False,
     )
-    kind = MHATokenToKVPoolHost if v_width == width else AsymmetricMHATokenToKVPoolHost
-    return _host(kind, device, capacity, page_size, layout, layers)
 
 
 def mla_pool(
-    layout: str = "page_first_direct", page_size: int = 16, dtype: torch.dtype = torch.float16, *, pages: int = 8
+    layout: str = "page_first_direct",
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float16,
+    *,
+    pages: int = 8,
+    layers: int = LAYERS,
 ) -> Any:
     """A host pool of 2 * `pages` + 1 pages."""
-    capacity = pages * page_size
-    device = MLATokenToKVPool(
-        size=capacity,
+    device = mla_device(page_size, dtype, pages=pages, layers=layers)
+    return _host(MLATokenToKVPoolHost, device, pages * page_size, page_size, layout, layers, target_layer_num=layers)
+
+
+def mla_device(
+    page_size: int = 16, dtype: torch.dtype = torch.float16, *, pages: int = 8, layers: int = LAYERS
+) -> MLATokenToKVPool:
+    """What a host pool mirrors."""
+    return MLATokenToKVPool(
+        size=pages * page_size,
         page_size=page_size,
         dtype=dtype,
         kv_lora_rank=24,
         qk_rope_head_dim=8,
-        layer_num=LAYERS,
+        layer_num=layers,
         device="cpu",
         enable_memory_saver=False,
     )
-    return _host(MLATokenToKVPoolHost, device, capacity, page_size, layout, LAYERS, target_layer_num=LAYERS)
 
 
 def _host(kind: Any, device: Any, capacity: int, page_size: int, layout: str, layers: int, **more: Any) -> Any:

@@ -1,5 +1,6 @@
 """Real SGLang host pools of models with more than one, on the CPU, small and unpinned: one maker for each class."""
 
+import ctypes
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.qsa import QSAIndexerPoolHost
 from sglang.srt.runtime_context import get_parallel
 
-from tests.integration.host_pools import HEADS, LAYERS, mha_pool, mla_pool
+from tests.integration.host_pools import HEADS, LAYERS, mha_pool, mla_pool, slots
 
 CPU = torch.device("cpu")
 
@@ -231,3 +232,42 @@ def split_pool(
 def logical_pool(layout: str = "page_first_direct", *, page_size: int = 64) -> LogicalHostPool:
     """An anchor of 17 pages that holds nothing."""
     return LogicalHostPool(17 * page_size, page_size, layout)
+
+
+MEMORY = (
+    *("kv_buffer", "k_buffer", "v_buffer", "k_scale_host", "v_scale_host", "index_k_buffer", "index_k_scale_buffer"),
+    *("index_k_with_scale_buffer", "temporal_buffer", "conv_buffer", "slot_state_buffers"),
+)
+
+
+def memory(pool: Any) -> list[torch.Tensor]:
+    """Every host tensor of a pool, by the names that SGLang's classes give them."""
+    values = [getattr(pool, name, None) for name in MEMORY]
+    parts = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
+    return [part for part in parts if part is not None and part.numel()]
+
+
+def randomize(pool: Any, seed: int) -> None:
+    """Random bytes everywhere."""
+    torch.manual_seed(seed)
+    for part in memory(pool):
+        part.view(torch.uint8).random_(0, 256)
+
+
+def page_bytes(pool: Any, page: int) -> bytes:
+    """A page as the pool itself reads it: flat, or by the addresses it gives out; MXFP8 does neither."""
+    if type(pool).__name__ == "MHATokenToKVPoolMXFP8Host":
+        tokens = slice(page * pool.page_size, (page + 1) * pool.page_size)
+        parts = [pool.k_buffer[tokens], pool.v_buffer[tokens], pool.k_scale_host[page], pool.v_scale_host[page]]
+        return b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+    try:
+        data = pool.get_data_page(page * pool.page_size)
+    except (NotImplementedError, ValueError):
+        pointers, sizes = pool.get_page_buffer_meta(slots(pool, [page]))
+        return b"".join(ctypes.string_at(each, size) for each, size in zip(pointers, sizes, strict=True))
+    return bytes(data.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def contents(pool: Any) -> list[bytes]:
+    """All 17 pages."""
+    return [page_bytes(pool, page) for page in range(17)]

@@ -1,7 +1,6 @@
 """Every host pool class of the wheel: served byte by byte in each of its layouts, or refused by name."""
 
 import ast
-import ctypes
 import hashlib
 import itertools
 import re
@@ -17,10 +16,12 @@ pytest.importorskip("sglang", reason="SGLang is not installed")
 
 import sglang
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from tests.integration import side_pools as makers
 from tests.integration.backends import Backends
 from tests.integration.host_pools import mha_pool, mla_pool, slots
+from tests.integration.side_pools import contents, memory, page_bytes, randomize
 from tutti_sglang.errors import UnsupportedError
 from tutti_sglang.integration.codecs import CODECS, REFUSED
 from tutti_sglang.integration.pools import view_of
@@ -67,41 +68,6 @@ CASES = {
     "MiniMaxM3Nvfp4MainKVPoolHost": Case(makers.nvfp4_main_pool, ROWS, ONE),
     "MiniMaxM3Nvfp4IndexKPoolHost": Case(makers.nvfp4_index_pool, ROWS, ONE, PoolName.INDEXER),
 }
-MEMORY = (
-    *("kv_buffer", "k_buffer", "v_buffer", "k_scale_host", "v_scale_host", "index_k_buffer", "index_k_scale_buffer"),
-    *("index_k_with_scale_buffer", "temporal_buffer", "conv_buffer", "slot_state_buffers"),
-)
-
-
-def _memory(pool: Any) -> list[torch.Tensor]:
-    """Every host tensor of a pool, by the names that SGLang's classes give them."""
-    values = [getattr(pool, name, None) for name in MEMORY]
-    parts = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
-    return [part for part in parts if part is not None and part.numel()]
-
-
-def _fill(pool: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    for part in _memory(pool):
-        part.view(torch.uint8).random_(0, 256)
-
-
-def _page(pool: Any, page: int) -> bytes:
-    """A page as the pool itself reads it: flat, or by the addresses it gives out; MXFP8 does neither."""
-    if type(pool).__name__ == "MHATokenToKVPoolMXFP8Host":
-        tokens = slice(page * pool.page_size, (page + 1) * pool.page_size)
-        parts = [pool.k_buffer[tokens], pool.v_buffer[tokens], pool.k_scale_host[page], pool.v_scale_host[page]]
-        return b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
-    try:
-        data = pool.get_data_page(page * pool.page_size)
-    except (NotImplementedError, ValueError):
-        pointers, sizes = pool.get_page_buffer_meta(slots(pool, [page]))
-        return b"".join(ctypes.string_at(each, size) for each, size in zip(pointers, sizes, strict=True))
-    return bytes(data.contiguous().view(torch.uint8).numpy().tobytes())
-
-
-def _pages(pool: Any) -> list[bytes]:
-    return [_page(pool, page) for page in range(17)]
 
 
 @pytest.fixture
@@ -139,21 +105,21 @@ def test_a_page_is_read_by_the_layouts_that_share_its_bytes_and_by_no_other(
     case = CASES[name]
     pool = case.make(layout, **case.options)
     assert type(pool).__name__ == name.split(".")[0]
-    _fill(pool, 1)
+    randomize(pool, 1)
     writer = _open(backends, case, pool)
     assert writer.batch_set_v2(_transfer(case, pool, PAGES, keys(4))) == {case.name: [True] * 4}
     writer.close()
     for other in case.layouts:
         target = case.make(other, **case.options)
-        _fill(target, 2)
-        before = _pages(target)
+        randomize(target, 2)
+        before = contents(target)
         reader = _open(backends, case, target)
         shared = other == layout or any({layout, other} <= group for group in case.groups)
         got = reader.batch_get_v2(_transfer(case, target, [*OTHERS, 6], keys(5)))
         assert got == {case.name: [shared] * 4 + [False]}
-        after = _pages(target)
+        after = contents(target)
         if shared:
-            assert [after[page] for page in OTHERS] == [_page(pool, page) for page in PAGES]
+            assert [after[page] for page in OTHERS] == [page_bytes(pool, page) for page in PAGES]
             before = [after[page] if page in OTHERS else each for page, each in enumerate(before)]
         assert after == before, "nothing beside the pages is written"
         reader.close()
@@ -171,9 +137,9 @@ def test_a_page_map_holds_each_byte_of_the_pool_once(name: str) -> None:
         rows = page_map.rows(np.arange(view.pages))
         ends = (rows + sizes).ravel()[np.argsort(rows, axis=None)]
         assert (starts[1:] >= ends[:-1]).all(), "no two tensors overlap"
-        bounds = [(part.data_ptr(), part.data_ptr() + part.nbytes) for part in _memory(pool)]
+        bounds = [(part.data_ptr(), part.data_ptr() + part.nbytes) for part in memory(pool)]
         assert all(any(a <= start and end <= b for a, b in bounds) for start, end in zip(starts, ends, strict=True))
-        assert view.page_bytes == len(_page(pool, 3)), "all that the pool itself takes for the page"
+        assert view.page_bytes == len(page_bytes(pool, 3)), "all that the pool itself takes for the page"
 
 
 def _namespaces(backends: Backends, case: Case, pool: Any) -> set[str]:
@@ -235,6 +201,17 @@ def test_each_host_pool_class_of_the_wheel_is_decided() -> None:
     assert CODECS.keys() - {"LogicalHostPool"} == {name.split(".")[0] for name in CASES}
 
 
+def test_the_page_for_people_says_the_same() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "host-pools.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([^|]*) \|", text, re.MULTILINE))
+    assert rows.keys() == CODECS.keys() | REFUSED.keys()
+    assert all(rows[name].startswith("refused: start ") for name in REFUSED)
+    layouts: dict[str, set[str]] = {}
+    for name, case in CASES.items():
+        layouts.setdefault(name.split(".")[0], set()).update(case.layouts)
+    assert {name: set(rows[name].split(", ")) for name in layouts} == layouts
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused_by_name_with_what_to_do(name: str, backends: Backends, disk: Path) -> None:
     pool = type(name, (), {"layout": "page_first", "page_size": 16})()
@@ -246,8 +223,8 @@ def test_what_is_not_served_is_refused_by_name_with_what_to_do(name: str, backen
 def test_a_page_is_what_its_side_pools_hold_when_the_anchor_is_logical(backends: Backends) -> None:
     """DeepSeek-V4: the anchor numbers pages and holds none."""
     anchor, compressed, state = makers.logical_pool(), makers.deepseek_v4_pool(), makers.deepseek_v4_state_pool()
-    _fill(compressed, 1)
-    _fill(state, 2)
+    randomize(compressed, 1)
+    randomize(state, 2)
     backend = backends.open(anchor, is_mla_model=True)
     backend.register_mem_host_pool_v2(compressed, PoolName.DEEPSEEK_V4_C4)
     backend.register_mem_host_pool_v2(state, PoolName.DEEPSEEK_V4_C4_STATE)
@@ -269,3 +246,65 @@ def test_a_page_is_what_its_side_pools_hold_when_the_anchor_is_logical(backends:
     assert backend.batch_exists(names) == 0, "nobody said which pools make up the page"
     assert backend.batch_exists_v2(names, []).kv_hit_pages == 0
     assert backend.batch_get_v1(names, slots(anchor, list(range(8)))) == [True] * 8
+
+
+class _Elsewhere(MHATokenToKVPoolHost):
+    """Of another maker, who keeps pages where only their own calls find them: here, turned."""
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        return 255 - super().get_data_page(index, flat).view(torch.uint8)
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return super().get_dummy_flat_data_page().view(torch.uint8)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        super().set_from_flat_data_page(index, (255 - data_page).view(self.dtype))
+
+
+class _Heir(MHATokenToKVPoolHost):
+    """Says nothing of how its pages are read: what it inherits may miss half of them."""
+
+
+def _of(kind: type, layout: str = "layer_first") -> Any:
+    pool = mha_pool(layout)
+    pool.__class__ = kind
+    return pool
+
+
+def test_a_pool_of_another_maker_is_copied_by_its_own_calls(backends: Backends) -> None:
+    pool, target = _of(_Elsewhere), _of(_Elsewhere)
+    randomize(pool, 1)
+    randomize(target, 2)
+    first = backends.open(pool)
+    assert first.batch_set_v1(keys(4), slots(pool, PAGES)) == [True] * 4
+    first.close()
+    assert backends.open(mha_pool("layer_first")).batch_exists(keys(4)) == 0
+    assert backends.open(_of(_Elsewhere, "page_first")).batch_exists(keys(4)) == 0
+    second = backends.open(target)
+    before = contents(target)
+    assert second.batch_get_v1(keys(5), slots(target, [*OTHERS, 6])) == [True] * 4 + [False]
+    after = contents(target)
+    assert [after[page] for page in OTHERS] == [page_bytes(pool, page) for page in PAGES]
+    assert [each for page, each in enumerate(after) if page not in OTHERS] == [
+        each for page, each in enumerate(before) if page not in OTHERS
+    ]
+    assert second.batch_set_v1([], torch.arange(0)) == []
+
+
+def test_an_unknown_pool_that_inherits_its_calls_is_refused(backends: Backends) -> None:
+    with pytest.raises(UnsupportedError, match="_Heir cannot be kept in this tier: it is not known"):
+        backends.open(_of(_Heir))
+
+
+def test_pages_whose_device_orders_bytes_otherwise_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host pool copies the device's pages as they are; their order follows an environment variable."""
+    assert view_of(mha_pool()).dtype == "float16"
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    assert view_of(mha_pool()).dtype == "float16:hnd"
+
+
+def test_context_parallel_decoding_is_refused() -> None:
+    pool = mla_pool()
+    pool.dcp_size = 2
+    with pytest.raises(UnsupportedError, match="--dcp-size 1"):
+        view_of(pool)
