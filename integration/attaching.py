@@ -92,12 +92,17 @@ def _agree_before_groups(controller: Any) -> None:
     attempt = _attaching.attempt
     if attempt is not None and not _attaching.opened:
         _attaching.opened = True
-        backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)  # SGLang's fault injector
+        backend = _backend(controller)
         notes = attempt.agree(backend.facts(), msgspec.json.encode(backend.place()).decode())
         places = [msgspec.json.decode(note, type=Place) for note in notes]
         if must_write(backend.place(), places) and not controller.storage_config.is_storage_writer:
             let_write(controller)
             backend.let_write()
+
+
+def _backend(controller: Any) -> Any:
+    """Below SGLang's fault injector, where it is on."""
+    return getattr(controller.storage_backend, "_backend", controller.storage_backend)
 
 
 def _attach_over_http(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
@@ -140,10 +145,20 @@ def _choose_zero_copy(_: None, controller: Any, *args: Any, **kwargs: Any) -> No
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 _HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 
+
+def _write_own_shards(original: Any, controller: Any, transfer: Any) -> bool:
+    # SGLang asks the ranks that do not write the KV only for Mamba states and, by the name of a backend, for drafts.
+    if original(controller, transfer):
+        return True
+    keeps_shards = getattr(_backend(controller), "keeps_shards", None)
+    return keeps_shards is not None and keeps_shards(transfer.name)
+
+
 HOOKS = (
     Hook(f"{_CONTROLLER}.attach_storage_backend", HookType.AFTER, _choose_zero_copy, ("self", "storage_backend")),
     Hook(f"{_CONTROLLER}.attach_storage_backend", HookType.AROUND, _attach_together, ("self", "storage_backend")),
     Hook(f"{_HYBRID}.attach_storage_backend", HookType.AROUND, _attach_together, ("self", "storage_backend")),
+    Hook(f"{_HYBRID}.should_backup", HookType.AROUND, _write_own_shards, ("self", "transfer")),
     Hook(f"{_CONTROLLER}._create_sync_groups", HookType.BEFORE, _agree_before_groups, ("self",)),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.attach_hicache_storage_wrapped",

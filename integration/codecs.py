@@ -126,7 +126,7 @@ def copied(pool: Any) -> Parts | None:
         buffers=(),
         layers=(0, getattr(pool, "layer_num", 1)),
         pages=pool.size // pool.page_size,
-        dtype=_dtype(page.dtype),
+        dtype=dtype_name(page.dtype),
         form=f"{kind.__module__}.{kind.__qualname__}.{pool.layout}@{sglang.__version__}",
         sharded=True,
         pool=pool,

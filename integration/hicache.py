@@ -25,6 +25,7 @@ from tutti_sglang.integration.calls import Calls, guarded, key_bytes
 from tutti_sglang.integration.hashing import load_hashing
 from tutti_sglang.integration.pools import view_of
 from tutti_sglang.integration.prefix import leading, restorable
+from tutti_sglang.integration.stats import Stats
 from tutti_sglang.integration.stored import Found
 from tutti_sglang.integration.tier import Tier
 from tutti_sglang.integration.writers import Place
@@ -32,8 +33,9 @@ from tutti_sglang.metrics import process_metrics
 
 logger = logging.getLogger(__name__)
 
-READ_SECONDS, WRITE_SECONDS = 8.0, 5.0
-"""Deadlines of a call: SGLang's flush and detach fail when one lasts 10 s."""
+READ_SECONDS, WRITE_SECONDS, CROWDED_SECONDS = 8.0, 5.0, 0.1
+"""Deadlines of a call: SGLang's flush and detach fail when one lasts 10 s. The last: of a put after one that waited its
+time for room and found none."""
 
 CLOSE_SECONDS = 9.0
 
@@ -61,8 +63,8 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
     def __init__(self, storage_config: HiCacheStorageConfig, mem_pool_host: Any = None) -> None:
         self.closed = False
         self._suspended = False
-        self._metered = storage_config.enable_storage_metrics
-        self._stats = StorageMetrics()
+        self._crowded = False
+        self._stats = Stats(process_metrics(), metered=storage_config.enable_storage_metrics)
         self._calls = Calls(process_metrics())
         extra = storage_config.extra_config
         if mem_pool_host is not None and not isinstance(mem_pool_host, dict):
@@ -92,7 +94,9 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         them, and none is named."""
         if self._tier.anchor_is_logical:
             return 0
-        return self._tier.worth_loading(range(1, leading(self._tier.lookup(PoolName.KV, key_bytes(keys))) + 1))
+        length = leading(self._tier.lookup(PoolName.KV, key_bytes(keys)))
+        self._stats.looked_up({PoolName.KV: length}, [], len(keys))
+        return self._tier.worth_loading(range(1, length + 1))
 
     @guarded(_misses)
     def batch_get_v1(
@@ -106,8 +110,7 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store the host pages; True: it is there already, stored, or accepted and served from here."""
-        depth = len(extra_info.prefix_keys or ()) if extra_info else 0
-        return self._put(PoolName.KV, keys, host_indices, time.monotonic() + WRITE_SECONDS, depth)
+        return self._put(PoolName.KV, keys, host_indices, self._patience(), _depth(extra_info))
 
     @guarded(lambda *_, **__: PoolTransferResult(0, {}, []))
     def batch_exists_v2(
@@ -124,6 +127,7 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         if self._tier.anchor_is_logical and not gates:
             return PoolTransferResult(0, {}, [])
         pages, hits = restorable(lambda name: self._tier.lookup(name, binary), gates)
+        self._stats.looked_up(hits, [each.name for each in gates], len(keys))
         most = self._tier.worth_loading(pages)
         return PoolTransferResult(most, hits, [each for each in pages if each <= most])
 
@@ -140,8 +144,8 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Store the pages of each pool, all within one deadline."""
-        deadline = time.monotonic() + WRITE_SECONDS
-        return {t.name: self._put(t.name, t.keys or [], t.host_indices, deadline) for t in transfers}
+        deadline, depth = self._patience(), _depth(extra_info)
+        return {t.name: self._put(t.name, t.keys or [], t.host_indices, deadline, depth) for t in transfers}
 
     @guarded(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
@@ -180,8 +184,7 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
 
     def get_stats(self) -> StorageMetrics:
         """What was moved since the last call. Asked in every iteration of the scheduler: O(1), cannot raise."""
-        stats, self._stats = self._stats, StorageMetrics()
-        return stats
+        return self._stats.drain()
 
     def close(self) -> None:
         """Let no call in, wait for those inside, write what was accepted. Idempotent; ends within 10 s."""
@@ -224,29 +227,36 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         """Write replicated KV, although SGLang chose another rank."""
         self._tier.writes_replicas = True
 
+    def keeps_shards(self, name: str) -> bool:
+        """Whether each TP rank must write its own pages of a pool, also where one rank writes the KV (a draft of a
+        model with replicated KV): SGLang asks for no others."""
+        return self._tier.keeps_shards(name)
+
+    def _patience(self) -> float:
+        """Deadline of a put. While the drives do not keep up, SGLang's queue would pin more and more host rows behind
+        puts that wait and are refused in the end: then only what there is room for at once is taken."""
+        return time.monotonic() + (CROWDED_SECONDS if self._crowded else WRITE_SECONDS)
+
     def _get(self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float) -> list[bool]:
         start = time.monotonic()
         got = self._tier.get(name, key_bytes(keys), indices, deadline)
         seconds = time.monotonic() - start
         if name == PoolName.KV and got.all():
             self._tier.timing.loaded(len(keys) * self._tier.page_bytes(name), seconds)
-        self._record(name, got, seconds, "prefetch")
+        self._stats.moved(name, "prefetch", got, self._tier.page_bytes(name), seconds)
         return _bools(got)
 
-    def _put(
-        self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float, depth: int = 0
-    ) -> list[bool]:
+    def _put(self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float, depth: int) -> list[bool]:
         start = time.monotonic()
         done = self._tier.put(name, key_bytes(keys), indices, deadline, depth)
-        self._record(name, done, time.monotonic() - start, "backup")
+        self._stats.moved(name, "backup", done, self._tier.page_bytes(name), time.monotonic() - start)
+        self._crowded = not done.all() and time.monotonic() >= deadline
         return _bools(done)
 
-    def _record(self, name: str, pages: Found, seconds: float, way: str) -> None:
-        count = int(pages.sum())
-        if self._metered and count:  # without metrics nobody drains the lists
-            stats = self._stats
-            getattr(stats, f"{way}_pgs").append(count)
-            getattr(stats, f"{way}_bandwidth").append(count * self._tier.page_bytes(name) / 1e9 / max(seconds, 1e-9))
+
+def _depth(extra_info: HiCacheStorageExtraInfo | None) -> int:
+    """Of the first key in its prefix, where SGLang says it (hicache_storage_pass_prefix_keys)."""
+    return len(extra_info.prefix_keys or ()) if extra_info else 0
 
 
 def _bools(found: Found) -> list[bool]:

@@ -13,6 +13,11 @@ def leading(found: Found) -> int:
     return len(found) if found.all() else int(found.argmin())
 
 
+def last(found: Found) -> int:
+    """Pages up to the last one that is there."""
+    return int(np.flatnonzero(found)[-1]) + 1 if found.any() else 0
+
+
 def allowed(found: Found, transfer: PoolTransfer) -> Found:
     """[p - 1]: whether this pool lets p pages be restored. `found`: which of its pages are there."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
@@ -35,7 +40,7 @@ def restorable(
     good = np.ones(length, np.bool_)
     for transfer in transfers:
         permits = allowed(found(transfer.name)[:length], transfer)
-        if permits.any():
-            hits[transfer.name] = int(np.flatnonzero(permits)[-1]) + 1
+        if longest := last(permits):
+            hits[transfer.name] = longest
         good &= permits
     return (np.flatnonzero(good) + 1).tolist(), hits

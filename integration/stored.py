@@ -1,7 +1,6 @@
 """A pool in the store: whole pages, or layers of them, between memory and the objects of its namespaces."""
 
 from contextlib import AbstractContextManager
-
 from itertools import compress
 
 import numpy as np

@@ -9,6 +9,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_hit_objects": ("Objects that were delivered", ("tier",)),
     "tutti_missed_objects": ("Objects that were asked for and not delivered", ("reason",)),
     "tutti_put_objects": ("Objects offered to the store", ("outcome",)),
+    "tutti_pool_pages": ("Pages of a pool that SGLang asked for", ("pool", "op", "outcome")),
+    "tutti_withheld_pages": ("Stored pages that a side pool did not let be restored", ("pool",)),
     "tutti_evicted_objects": ("Objects removed to make room", ()),
     "tutti_preload_objects": ("Objects read ahead for requests that wait", ("outcome",)),
     "tutti_load_pages": ("Pages that loads of the direct path moved into device slots", ("source",)),

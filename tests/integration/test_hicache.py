@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,19 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from tests.integration.backends import Backends
 from tests.integration.host_pools import fill, mha_pool, mla_pool, slots, storage
+from tests.store.kit import Weather, eventually
+from tutti_sglang.config import Config
+from tutti_sglang.engine.threads import ThreadsEngine
 from tutti_sglang.errors import CapacityError, ConfigError, ForeignStoreError, StoreError, UnsupportedError
+from tutti_sglang.integration import hicache, tier
 from tutti_sglang.integration import served as served_module
-from tutti_sglang.integration import tier
 from tutti_sglang.integration.hicache import TuttiHiCacheStorage
 from tutti_sglang.integration.identity import Identity
 from tutti_sglang.integration.live import live_backends
 from tutti_sglang.integration.served import Served
+from tutti_sglang.metrics import Metrics
+from tutti_sglang.store import ObjectStore
+from tutti_sglang.testing.faults import EVERY_BLOCK, WRITES, Fault, FaultPlan
 
 Open = Callable[..., TuttiHiCacheStorage]
 PAGES = [5, 0, 16, 3]
@@ -158,6 +165,62 @@ def test_ranks_keep_their_own_shards_and_share_replicas(opened: Open) -> None:
     writer.flushed()
     assert reader.batch_set_v1(keys(2), slots(replicas[1], [0, 1])) == [True, True]
     assert reader.batch_get_v1(keys(2), slots(replicas[1], [4, 5])) == [True, True]
+
+
+@pytest.fixture
+def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
+    """What is wrong with the drives of the stores that are opened from now on."""
+    found = Weather()
+
+    def on_bad_drives(config: Config, *, metrics: Metrics) -> ObjectStore:
+        engine = ThreadsEngine(config.segment_size, 4, config.max_io, found)
+        return ObjectStore(config, metrics=metrics, engine=engine)
+
+    monkeypatch.setattr(tier, "ObjectStore", on_bad_drives)
+    return found
+
+
+def test_a_page_that_cannot_be_written_does_not_take_its_batch_along(opened: Open, weather: Weather) -> None:
+    pool = mha_pool()
+    fill(pool, 1)
+    backend = opened(pool)
+    weather.plan = FaultPlan({Fault.ERROR: EVERY_BLOCK // 20}, operations=WRITES)
+    assert backend.batch_set_v1(keys(8), slots(pool, list(range(8)))) == [True] * 8
+    backend.flushed()
+    weather.plan = None
+    assert eventually(lambda: backend._tier.store.stats().drives_in_service == 1)
+    got = backend.batch_get_v1(keys(8), slots(pool, list(range(8, 16))))
+    assert 0 < sum(got) < 8
+    there = [page for page, came in enumerate(got) if came]
+    assert _equal(_contents(pool, [8 + page for page in there]), _contents(pool, there))
+    assert backend.batch_set_v1(keys(8), slots(pool, list(range(8)))) == [True] * 8, "and can be offered again"
+    backend.flushed()
+    assert all(backend.batch_get_v1(keys(8), slots(pool, list(range(8, 16)))))
+
+
+def test_drives_that_do_not_keep_up_cost_one_wait_and_not_one_each(
+    opened: Open, weather: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each put that waits holds the host rows of all that SGLang has queued behind it."""
+    monkeypatch.setattr(hicache, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(hicache, "CROWDED_SECONDS", 0.01)
+    pool = mha_pool()
+    backend = opened(pool, extra={"staging_size": "4MiB"})
+    weather.plan = FaultPlan({Fault.STALL: EVERY_BLOCK}, operations=WRITES)
+    waits, turn = [], 0
+    while len(waits) < 4:
+        patience = backend._patience() - time.monotonic()
+        done = backend.batch_set_v1(keys(17, 17 * turn), slots(pool, list(range(17))))
+        turn += 1
+        if not all(done):
+            waits.append(patience > 0.01)
+            assert done == sorted(done, reverse=True), "what there was room for is kept"
+    assert waits == [True, False, False, False]
+    assert all(backend.batch_set_v1(keys(17), slots(pool, list(range(17))))), "what is there needs no room"
+    weather.plan.gate.open()
+    backend.flushed()
+    assert all(backend.batch_set_v1(keys(17, 17 * turn), slots(pool, list(range(17)))))
+    assert backend._patience() - time.monotonic() > 0.01
 
 
 def test_indices_that_change_during_the_call_do_not_matter(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
