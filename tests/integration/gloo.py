@@ -159,8 +159,9 @@ class Rank:
 
     @property
     def backend(self) -> Any:
-        """What the controller has attached."""
-        return self.tree.cache_controller.storage_backend
+        """What the controller has attached, without SGLang's fault injector around it."""
+        attached = self.tree.cache_controller.storage_backend
+        return getattr(attached, "_backend", attached)
 
     def settings(self, store: Path | str, **extra: Any) -> str:
         """The extra config of a small store, as JSON."""

@@ -3,6 +3,7 @@ and whatever one of them misses, loses or delays, all go on with the same prefix
 
 import contextlib
 import importlib
+import os
 import shutil
 import sqlite3
 import threading
@@ -228,6 +229,30 @@ def test_ranks_with_stores_of_their_own_go_on_with_what_all_have(
     answers = on_ranks(model, 2, *cases, **flags)
     tokens = [0, WHOLE, WHOLE, WHOLE, 5 * PAGE, 3 * PAGE, 0, 0, 0, WHOLE]
     assert answers == [["", ""], *([each, each] for each in tokens)]
+
+
+def test_sglangs_fault_and_delay_injector_gives_no_wrong_byte_and_stops_nobody(model: Path, disk: Path) -> None:
+    """Each rank fails and delays calls of its own; `ask` compares every byte that was restored."""
+
+    def inject(rank: Rank) -> str:
+        os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY"] = "0.02"
+        os.environ["SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE"] = "0.2"
+        message = rank.attach(disk / "store")
+        return message or type(rank.tree.cache_controller.storage_backend).__name__
+
+    def requests(rank: Rank) -> list[int]:
+        found = []
+        for number in range(200):
+            prompt = [number % 10, *PROMPT[1:]]
+            found.append(rank.ask(prompt))
+            rank.compute(prompt)
+            rank.flush()
+        return found
+
+    (names, found) = on_ranks(model, 2, inject, requests, tp_size=2)
+    assert names == ["HiCacheStorageFailureInjector"] * 2
+    assert found[0] == found[1], "all ranks go on with the same prefix"
+    assert {0, WHOLE} <= set(found[0])
 
 
 def _objects(disk: Path) -> Callable[[Rank], int]:
