@@ -22,6 +22,7 @@ from tutti_sglang.integration.identity import Identity
 from tutti_sglang.metrics import process_metrics
 from tutti_sglang.schedule.gate import process_gate
 from tutti_sglang.schedule.judge import Judge
+from tutti_sglang.schedule.profiling import saved_drives
 from tutti_sglang.schedule.slack import Table
 from tutti_sglang.store import ObjectStore
 from tutti_sglang.store.directory import PROFILES
@@ -67,6 +68,10 @@ class Timing:
         self._table = Table.load(self._folder, table_identity(identity, storage))
         self._judge = Judge(self._table, process_metrics(), chunk_tokens()) if config.break_even == "on" else None
         self._saved = self._table.count
+        drives = saved_drives(self._folder)
+        if self._judge and drives:
+            for nbytes, seconds in drives.loads:
+                self._judge.measured(nbytes, seconds)
         if self._table.known:
             logger.info("tutti: %d prefill times of this model and device are known", self._table.count)
         _timings.add(self)

@@ -89,6 +89,10 @@ class Judge:
         self._show(rid, case, decision, outcome)
         return self._count(lengths, pages, outcome)
 
+    def measured(self, nbytes: int, seconds: float) -> None:
+        """A load of `nbytes` took so long in a profile."""
+        self.loads.observe(nbytes, seconds)
+
     def loaded(self, nbytes: int, seconds: float) -> None:
         """A load of `nbytes` took so long."""
         self._latest = self._clock()

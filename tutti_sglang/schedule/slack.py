@@ -1,4 +1,4 @@
-"""How long prefills take here, and how much I/O they hide: measured by `tutti profile`, refined by every real step.
+"""How long prefills take here, and how much I/O they hide: measured by a profile, refined by every real step.
 
 A step of n new tokens that attend to p earlier ones each costs about a + b·n + c·n·(p + n/2): what does not depend on
 tokens, what is linear in them (projections, MLP), attention. The three are fitted to the medians of what was measured
@@ -8,7 +8,6 @@ in cells of a half octave in n and p; in a cell that was measured, its median co
 import math
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -46,18 +45,14 @@ class Saved(msgspec.Struct):
     version: int
     identity: dict[str, str]
     cells: list[Cell]
-    drives: dict[str, Any]
 
 
 class Table:
-    """For one scheduler thread; others may ask. Times in seconds.
-
-    `drives`: what `tutti profile` found of them; empty without."""
+    """For one scheduler thread; others may ask. Times in seconds."""
 
     def __init__(self, identity: dict[str, str]) -> None:
         """`identity`: model, device, parallelism, SGLang's version: a table of anything else says nothing here."""
         self.identity = identity
-        self.drives: dict[str, Any] = {}
         self.count = 0
         self._cells: dict[tuple[int, int], Cell] = {}
         self._noted: deque[tuple[int, float, float, bool]] = deque(maxlen=NOTED)
@@ -147,7 +142,7 @@ class Table:
         self.learn()
         folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / f"{digest(self.identity)}.json"
-        saved = Saved(VERSION, self.identity, list(self._cells.values()), self.drives)
+        saved = Saved(VERSION, self.identity, list(self._cells.values()))
         temporary = path.with_suffix(".new")
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1))
         temporary.rename(path)
@@ -164,7 +159,6 @@ class Table:
         if saved.version == VERSION and saved.identity == identity:
             table._cells = {_place(cell.new, cell.prefix): cell for cell in saved.cells}
             table.count = sum(len(cell.seconds) for cell in saved.cells)
-            table.drives = saved.drives
             table._beside = any(cell.beside for cell in saved.cells)
         return table
 
