@@ -21,6 +21,7 @@ from tests.store.kit import (
     put,
     soon,
     store_pages,
+    value,
 )
 from tutti_sglang.store import ObjectStore, opener, segments
 from tutti_sglang.store.drives import Drive
@@ -73,6 +74,19 @@ def test_a_file_that_does_not_open_holds_up_nobody_else(disk: Path, monkeypatch:
     close_good(store)
 
 
+def test_a_get_does_not_wait_for_a_file_beyond_its_deadline(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not take it for lost: it may open a moment later."""
+    store, ns = _reopened(disk)
+    monkeypatch.setattr(opener, "OPEN_SECONDS", 300.0)
+    hanging = _Hanging(monkeypatch)
+    pages = Pages(SLOTS)
+    assert not store.get(ns, keys(*range(SLOTS)), pages.rows, soon(0.05)).any()
+    assert value(store, "tutti_missed_objects", reason="deadline") == SLOTS
+    hanging.gate.set()
+    assert eventually(lambda: all(get(store, ns, *range(SLOTS))))
+    close_good(store)
+
+
 def test_a_file_that_opens_after_the_store_was_closed_is_closed_again(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +103,7 @@ def test_a_file_that_opens_after_the_store_was_closed_is_closed_again(
 
 def test_files_are_opened_once_for_many_threads(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, ns = _reopened(disk)
+    monkeypatch.setattr(opener, "OPEN_SECONDS", 60.0)
     opened: list[str] = []
     real = segments.open_file
 

@@ -28,5 +28,7 @@ def some(keys: bytes, which: npt.NDArray[np.int64]) -> bytes:
 def marks(namespace: int, keys: bytes) -> checksum.Sums:
     """(n,) XXH3-64 of namespace and key: the roots in the index are XORed with it. A record that a bad disk or a bug
     put under another key, or under the same key of another namespace, has no bytes that fit."""
-    words = np.frombuffer(keys, dtype="<u8").reshape(-1, KEY_SIZE // 8)
-    return checksum.roots(np.column_stack([np.full(len(words), namespace, dtype=np.uint64), words]))
+    table = np.empty((len(keys) // KEY_SIZE, 1 + KEY_SIZE // 8), dtype="<u8")
+    table[:, 0] = namespace
+    table[:, 1:] = np.frombuffer(keys, dtype="<u8").reshape(-1, KEY_SIZE // 8)
+    return checksum.roots(table)

@@ -22,9 +22,9 @@ class Opening:
         self._thread = threading.Thread(target=act, name="tutti-open", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until it is done, or OPEN_SECONDS after it began."""
-        self._thread.join(max(0.0, self._until - time.monotonic()))
+    def wait(self, until: float) -> None:
+        """Until it is done, or OPEN_SECONDS after it began, or `until` of time.monotonic()."""
+        self._thread.join(max(0.0, min(self._until, until) - time.monotonic()))
 
 
 def open_file(drive: Drive, name: str) -> int:

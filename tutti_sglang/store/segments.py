@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import resource
 import threading
@@ -145,10 +146,13 @@ class Segments:
         return [row.id for row in self.rows() if row.namespace == namespace and not self.writable(row.id)]
 
     @contextlib.contextmanager
-    def use(self, numbers: Iterable[int], writing: bool = False) -> Iterator[dict[int, Geometry]]:
-        """The geometry of those segments that could be opened; their files stay open until the end."""
+    def use(
+        self, numbers: Iterable[int], writing: bool = False, until: float = math.inf
+    ) -> Iterator[dict[int, Geometry]]:
+        """The geometry of those segments that could be opened, by `until` of time.monotonic() at the latest; their
+        files stay open until the end."""
         found = [segment for segment in map(self.find, numbers) if segment is not None]
-        self._open_all(found)
+        self._open_all(found, until)
         with self._lock:
             held = [segment for segment in found if segment.open and not segment.gone]
             for segment in held:
@@ -216,7 +220,7 @@ class Segments:
                 each.files.clear()
                 each.gone, each.open = True, False
 
-    def _open_all(self, wanted: list[Segment]) -> None:
+    def _open_all(self, wanted: list[Segment], until: float) -> None:
         """Open what is not open, as far as the drives let us within OPEN_SECONDS. No lock is held meanwhile."""
         with self._lock:
             closed = [segment for segment in wanted if not (segment.open or segment.gone or segment.opening)]
@@ -227,7 +231,7 @@ class Segments:
                     segment.opening = opening
             openings = {segment.opening for segment in wanted if segment.opening}
         for each in openings:
-            each.wait()
+            each.wait(until)
 
     def _open_files(self, segments: list[Segment]) -> None:
         for segment in segments:
