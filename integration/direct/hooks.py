@@ -56,7 +56,11 @@ def _arrived(_: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Non
 def _admit(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     linker = _linker_of(scheduler)
     queue = scheduler.waiting_queue
-    held = linker.held([req.rid for req in queue]) if linker and queue else set()
+    try:
+        held = linker.held([req.rid for req in queue]) if linker and queue else set()
+    except Exception:
+        logger.exception("tutti: no request is kept waiting for its pages")
+        held = set()
     if not held:
         return original(scheduler, *args, **kwargs)
     scheduler.waiting_queue = [req for req in queue if req.rid not in held]

@@ -163,14 +163,21 @@ class Loader:
         """On the scheduler thread, before the forward pass is launched."""
         self.sweep()
         batch = Batch(loads, self._layers)
-        copies, reads = self._plan(loads)
+        try:
+            self._start(batch)
+        except Exception as error:  # noqa: BLE001 - `finish` tells, and SGLang computes or aborts
+            self._report(error)
+            batch.fail()
+        return batch
+
+    def _start(self, batch: Batch) -> None:
+        copies, reads = self._plan(batch.loads)
         self._metrics.add("tutti_load_pages", sum(len(each.source) for each in copies), source="staged")
         self._metrics.add("tutti_load_pages", sum(len(each.rows) for each in reads), source="drive")
         if self._mover.asynchronous and not reads:
             self._move(batch, copies, reads)
         else:
             self._queue.put((batch, copies, reads))
-        return batch
 
     def finish(self, batch: Batch) -> bool:
         """Wait until no drive can write to a slot any more; whether all came. Copies on a stream are not waited for."""

@@ -328,3 +328,18 @@ def test_no_copy_is_under_way_when_finish_returns(opened: Open) -> None:
         for buffer in buffers(pool):
             buffer[TO] = mark  # SGLang gives the slots to somebody else at once
         assert all((buffer[TO] == mark).all() for buffer in buffers(pool))
+
+
+def test_slots_that_are_no_pages_of_the_pool_fail_the_load_and_nothing_else(opened: Open) -> None:
+    pool = mha(pages=40)
+    fill(pool, 1)
+    linker = opened(pool)
+    assert offload(linker, keys(4), FROM)
+    request = Request(linker, "r", keys(4)).arrive()
+    assert admitted(linker, "r")
+    assert request.lookup() == 4
+    before = content(pool, [*range(40)])
+    assert request.load(kv=[20, 11, 12, 4000])
+    assert not forward(linker)
+    assert same(content(pool, [*range(40)]), before)
+    assert linker._metrics.value("tutti_preload_bytes", kind="used") == 0
