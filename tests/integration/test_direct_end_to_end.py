@@ -45,7 +45,11 @@ def _sum(metrics: str, name: str) -> float:
 
 
 def test_both_paths_load_what_either_stored_with_chunks_batches_and_aborts(servers: Servers, store: Path) -> None:
-    server = servers.get(direct(store))
+    host = servers.get(Launch(flags=hicache("tutti", "--enable-metrics", extra=extra(store))))
+    told = host.generate("Told by the host path. " + PROMPT)
+    host.flush()
+    server = servers.get(direct(store))  # the other one was killed
+    _restored(server.generate("Told by the host path. " + PROMPT), told)
     prompts = [PROMPT, LONG, "Once more: " + PROMPT]
     first = [server.generate(prompt) for prompt in prompts]
     assert all(reply.storage == 0 for reply in first)
@@ -55,8 +59,6 @@ def test_both_paths_load_what_either_stored_with_chunks_batches_and_aborts(serve
     server.flush()
     _abort_while_waiting(server.url, prompts)
     server.flush()
-    server.kill()
-    server.start()
     for prompt, before in zip(prompts, first, strict=True):
         _restored(server.generate(prompt), before)
     metrics = server.call("/metrics")
@@ -64,14 +66,9 @@ def test_both_paths_load_what_either_stored_with_chunks_batches_and_aborts(serve
     assert _sum(metrics, 'tutti_load_requests_total{outcome="failed"}') == 0
     assert _sum(metrics, 'tutti_load_pages_total{source="staged"}') > 0
     assert _sum(metrics, 'tutti_preload_bytes{kind="used"}') == 0
-
     host = servers.get(Launch(flags=hicache("tutti", "--enable-metrics", extra=extra(store))))
     for prompt, before in zip(prompts, first, strict=True):
         _restored(host.generate(prompt), before)
-    told = host.generate("Told by the host path. " + PROMPT)
-    host.flush()
-    server = servers.get(direct(store))
-    _restored(server.generate("Told by the host path. " + PROMPT), told)
 
 
 def _abort_while_waiting(url: str, prompts: list[str]) -> None:
