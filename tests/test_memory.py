@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,6 +142,17 @@ def test_the_memory_limit_is_what_the_machine_has_or_less() -> None:
     with open("/proc/meminfo") as file:
         total = int(file.readline().split()[1]) * 1024
     assert 1 << 20 < memory.memory_limit() <= total
+
+
+@pytest.mark.parametrize("groups", [None, "", "1:cpu:/x\n", "0::/no/such/group\n", "0::\n"])
+def test_without_a_group_that_limits_it_the_machine_does(
+    groups: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cgroup"
+    if groups is not None:
+        file.write_text(groups)
+    monkeypatch.setattr(memory, "Path", lambda path: file if path == "/proc/self/cgroup" else tmp_path / "sys")
+    assert memory.memory_limit() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @pytest.mark.parametrize("twin", ["python", "native"])

@@ -52,7 +52,7 @@ class Region:
 def memory_limit() -> int:
     """Bytes this process may use: the machine's memory, or less where a control group (v2) says so."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):  # the last: a kernel without groups
         line = next(each for each in Path("/proc/self/cgroup").read_text().splitlines() if each.startswith("0::"))
         group = Path("/sys/fs/cgroup") / line.removeprefix("0::/")
         for folder in (group, *group.parents):
