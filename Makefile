@@ -9,7 +9,7 @@ ENV     := $(CACHE)/env-$(KEY)
 BIN     := .venv/bin
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help env serve test check gpu bench docs clean
+.PHONY: help env serve test test-nvme check gpu bench docs clean
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -24,6 +24,9 @@ check: .venv/ready  ## style, types and import rules only (they are part of `mak
 
 gpu:  ## tests and figures that need a CUDA device, from the source tree, without installation
 	$(PYTHON) -m pytest -m gpu tests/gpu && $(PYTHON) -m benchmarks.gio && $(PYTHON) -m benchmarks.pack
+
+test-nvme: .venv/ready  ## the VFIO controller against QEMU's NVMe drives [needs qemu-system-x86 and apt]
+	$(BIN)/python -m pytest tests/nvme
 
 bench: .venv/ready  ## where this machine stands [ARGS="--json FILE"]
 	$(BIN)/python -m benchmarks.storage $(ARGS)

@@ -24,7 +24,7 @@ import numpy as np
 from tutti_sglang.gio import abi
 from tutti_sglang.gio.controller import Service
 from tutti_sglang.gio.queues import HostMemory
-from tutti_sglang.gio.twin import Bell, Twin
+from tutti_sglang.gio.twin import Bell, Pace, Twin
 from tutti_sglang.kernels import gio_native
 from tutti_sglang.testing.gio_rig import SEGMENTS, GioRig, Shape
 from tutti_sglang.units import format_size, parse_size
@@ -125,7 +125,7 @@ def _mover(kind: str, folder: Path, native: ctypes.CDLL, shape: Shape) -> Iterat
         memory.close()
         return
     rig, bell = GioRig(folder, native, HostMemory(), shape, Service(WORKERS)), Bell(native)
-    twin = Twin(native, rig.ring, [rig.controller], bell, window=64)
+    twin = Twin(native, rig.ring, [rig.controller], bell, Pace(window=64))
     yield rig, "CPU twin, 1 thread", lambda sms: 0
     rig.close()
     twin.close(60)

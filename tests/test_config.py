@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti_sglang.config import ENV_PREFIX, SGLANG_KEYS, Config, load_config, read_extra_config
+from tutti_sglang.config import ENV_PREFIX, SGLANG_KEYS, Config, load_config, raw_name, read_extra_config
 from tutti_sglang.errors import ConfigError
 
 DIRS = {"storage_dirs": ["/mnt/a", "/mnt/b"]}
@@ -115,3 +115,33 @@ def test_any_value_loads_or_is_a_config_error(extra: dict[str, object]) -> None:
     except ConfigError:
         return
     assert all(directory.startswith("/") for directory in loaded.config.storage_dirs)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("vfio:0000:01:00.0", ("0000:01:00.0", 0)),
+        ("vfio:0000:C1:1f.7/12", ("0000:c1:1f.7", 12)),
+        ("vfio:0000:01:00.0/0", None),
+        ("vfio:01:00.0", None),
+        ("/mnt/vfio:0000:01:00.0", None),
+    ],
+)
+def test_a_raw_drive_has_an_address_and_perhaps_a_namespace(text: str, expected: tuple[str, int] | None) -> None:
+    assert raw_name(text) == expected
+
+
+def test_a_raw_drive_needs_the_gio_engine_and_an_index_elsewhere() -> None:
+    raw = {"storage_dirs": ["vfio:0000:0{rank}:00.0"], "engine": "gio", "index_dir": "/x"}
+    config = load_config(raw | {"overwrite": "S1,S2"}, {}, rank=3).config
+    assert config.storage_dirs == ("vfio:0000:03:00.0",)
+    assert config.overwrite == ("S1", "S2")
+    for missing, said in (("engine", "engine = gio"), ("index_dir", "index_dir")):
+        with pytest.raises(ConfigError, match=said):
+            load_config({name: value for name, value in raw.items() if name != missing}, {})
+
+
+@pytest.mark.parametrize("bad", ["vfio:0000:01:00", "vfio:nvme0", "vfio:"])
+def test_what_is_nearly_a_raw_drive_is_an_error(bad: str) -> None:
+    with pytest.raises(ConfigError, match="absolute"):
+        load_config({"storage_dirs": [bad], "engine": "gio", "index_dir": "/x"}, {})

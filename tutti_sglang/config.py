@@ -7,7 +7,7 @@ import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -34,6 +34,7 @@ SGLANG_KEYS = frozenset(
         "tp_lcm_size",
     }
 )
+_RAW = re.compile(r"vfio:(?P<address>[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])(?:/(?P<nsid>[1-9]\d*))?")
 _SIZES = frozenset(
     ["max_size", "min_free_space", "segment_size", "max_io", "staging_size", "daily_write_budget", "preload"]
 )
@@ -67,9 +68,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     preload: int = 4 << 30
     model_id: str = ""
     trust_weight_version: bool = False
+    doorbell: Literal["gpu", "relay"] = "gpu"
+    overwrite: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_directories(self.storage_dirs, self.index_dir)
+        _check_raw_drives(self)
         if not 0 < self.low_watermark <= self.high_watermark <= 1:
             raise ConfigError("Need 0 < low_watermark <= high_watermark <= 1")
         if self.segment_size < 1 << 20 or self.segment_size % ALIGNMENT:
@@ -95,6 +99,19 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def index_path(self) -> Path:
         """Where the index lives: `index_dir`, by default the first drive."""
         return Path(self.index_dir or self.storage_dirs[0])
+
+
+class RawName(NamedTuple):
+    """Where a raw drive is: a PCI address and a namespace, 0 = the only one."""
+
+    address: str
+    nsid: int
+
+
+def raw_name(text: str) -> RawName | None:
+    """Of `vfio:0000:01:00.0` or `vfio:0000:01:00.0/2` among `storage_dirs`; None for a directory."""
+    found = _RAW.fullmatch(text)
+    return RawName(found["address"].lower(), int(found["nsid"] or 0)) if found else None
 
 
 class LoadedConfig(msgspec.Struct, frozen=True):
@@ -196,6 +213,8 @@ def _convert(values: dict[str, Any], rank: int) -> Config:
         directories = directories.split(",")
     if not isinstance(directories, list | tuple):
         raise ConfigError(f"storage_dirs = {directories!r} is not a list of directories")
+    if isinstance(values.get("overwrite"), str):
+        values["overwrite"] = tuple(filter(None, values["overwrite"].split(",")))
     values["storage_dirs"] = tuple(_expand(each, rank) for each in directories)
     if values.get("index_dir"):
         values["index_dir"] = _expand(values["index_dir"], rank)
@@ -215,14 +234,27 @@ def _expand(directory: Any, rank: int) -> str:
     filled = re.sub(r"\{[^{}]*\}", lambda match: known.get(match[0], match[0]), expanded)
     if "{" in filled or "}" in filled or "\0" in filled:
         raise ConfigError(f"{directory!r} has an unknown placeholder", f"Known: {', '.join(known)}")
+    if raw_name(filled):
+        return filled
     return re.sub("^/+", "/", os.path.normpath(filled)) if filled else ""
 
 
 def _check_directories(storage_dirs: tuple[str, ...], index_dir: str) -> None:
-    for directory in (*storage_dirs, *filter(None, [index_dir])):
+    directories = [each for each in storage_dirs if not raw_name(each)]
+    for directory in (*directories, *filter(None, [index_dir])):
         if not os.path.isabs(directory):
             raise ConfigError(
                 f"{directory!r} is not an absolute path", "Write it from the root, as in /mnt/nvme0/tutti"
             )
     if len(set(storage_dirs)) != len(storage_dirs):
         raise ConfigError("storage_dirs names one directory twice", "Give each drive its own directory")
+
+
+def _check_raw_drives(config: Config) -> None:
+    raw = [each for each in config.storage_dirs if raw_name(each)]
+    if raw and config.engine != "gio":
+        raise ConfigError(f"{raw[0]} is a raw drive, which only engine = gio can drive", "Set engine to gio")
+    if raw and not config.index_dir:
+        raise ConfigError(
+            f"{raw[0]} is a raw drive and has no room for the index", "Set index_dir to a directory on another disk"
+        )

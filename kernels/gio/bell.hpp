@@ -39,4 +39,10 @@ private:
     std::condition_variable changed_;
 };
 
+// What is behind queue pairs, as far as it can be woken by threads of the host, and wake them.
+struct Endpoint {
+    Bell commands;  // rung by a host that knows of new commands
+    std::atomic<Bell*> completions{nullptr};  // rung after each completion, by those that can; must outlive their threads
+};
+
 }  // namespace tutti::gio

@@ -48,7 +48,7 @@ struct ControllerCounts {
     u64 commands, bytes, failed, dropped, delayed, fatal;
 };
 
-class Controller {
+class Controller : public Endpoint {
 public:
     explicit Controller(const ControllerLimits& limits);
     ~Controller();
@@ -65,9 +65,6 @@ public:
     bool stop(u64 timeout_ns);  // false: a thread is stuck in an I/O; the controller must then live for ever
     u32 release_dropped();      // answers late what was dropped
     ControllerCounts counts();
-
-    Bell commands;  // rung by a host that knows of new commands
-    std::atomic<Bell*> completions{nullptr};  // rung after each completion; must outlive the threads
 
 private:
     struct Queue {

@@ -2,6 +2,8 @@
 #include <cstddef>
 #include <cstring>
 
+#include "controller.hpp"
+#include "relay.hpp"
 #include "twin.hpp"
 
 using namespace tutti::gio;
@@ -48,6 +50,7 @@ constexpr Field kFields[] = {
     GIO_FIELD(ControllerFaults, status), GIO_FIELD(ControllerFaults, drop), GIO_FIELD(ControllerFaults, delay),
     GIO_FIELD(ControllerFaults, reads), GIO_FIELD(ControllerFaults, writes),
     GIO_TYPE(TwinOptions), GIO_FIELD(TwinOptions, poll_ns), GIO_FIELD(TwinOptions, workers), GIO_FIELD(TwinOptions, window),
+    GIO_TYPE(RelayLine), GIO_FIELD(RelayLine, word), GIO_FIELD(RelayLine, doorbell),
     GIO_TYPE(FaultPlan), GIO_FIELD(FaultPlan, gate), GIO_FIELD(FaultPlan, rates), GIO_FIELD(FaultPlan, error),
     GIO_TYPE(ControllerCounts), GIO_FIELD(ControllerCounts, commands), GIO_FIELD(ControllerCounts, bytes),
     GIO_FIELD(ControllerCounts, failed), GIO_FIELD(ControllerCounts, dropped), GIO_FIELD(ControllerCounts, delayed),
@@ -82,14 +85,22 @@ i32 gio_controller_stop(Controller* it, u64 timeout_ns) { return it->stop(timeou
 u32 gio_controller_release_dropped(Controller* it) { return it->release_dropped(); }
 void gio_controller_counts(Controller* it, ControllerCounts* counts) { *counts = it->counts(); }
 
+Endpoint* gio_controller_endpoint(Controller* it) { return it; }
+
+Relay* gio_relay_new(const RelayLine* lines, u32 count, u64 spin_ns, u64 idle_ns) { return new Relay({lines, lines + count}, spin_ns, idle_ns); }
+void gio_relay_delete(Relay* it) { delete it; }
+void gio_relay_wake(Relay* it) { it->commands.ring(); }
+u64 gio_relay_rings(Relay* it) { return it->rings(); }
+Endpoint* gio_relay_endpoint(Relay* it) { return it; }
+
 Bell* gio_bell_new() { return new Bell; }
 void gio_bell_delete(Bell* it) { delete it; }
 void gio_bell_ring(Bell* it) { it->ring(); }
 u64 gio_bell_count(Bell* it) { return it->count(); }
 u64 gio_bell_wait(Bell* it, u64 seen, u64 timeout_ns) { return it->wait(seen, timeout_ns); }
 
-Twin* gio_twin_new(const Context* context, const TwinOptions* options, Controller* const* controllers, u32 count, Bell* done) {
-    return new Twin(*context, *options, {controllers, controllers + count}, *done);
+Twin* gio_twin_new(const Context* context, const TwinOptions* options, Endpoint* const* endpoints, u32 count, Bell* done) {
+    return new Twin(*context, *options, {endpoints, endpoints + count}, *done);
 }
 void gio_twin_delete(Twin* it) { delete it; }
 void gio_twin_issue(Twin* it, u32 ring, u32 klass, u64 deadline_ns) { it->issue(ring, klass, deadline_ns); }

@@ -7,23 +7,23 @@
 #include <thread>
 #include <vector>
 
-#include "controller.hpp"
+#include "bell.hpp"
 #include "sub_io.cuh"
 
 namespace tutti::gio {
 
 struct TwinOptions {
-    u64 poll_ns;   // how long a CQE may go unseen when nobody rings `work`
+    u64 poll_ns;   // how long a CQE may go unseen when nobody rings `work_`: a drive does not
     u32 workers;
     u32 window;    // sub-I/Os in flight at once, of all threads
 };
 
 class Twin {
 public:
-    // `controllers` are told of new commands, since CPU threads can, and ring back. `done` is rung when an IOCB is complete.
-    Twin(const Context& context, const TwinOptions& options, std::vector<Controller*> controllers, Bell& done)
-        : context_(context), options_(options), controllers_(std::move(controllers)), done_(done), alive_(options.workers) {
-        for (Controller* controller : controllers_) controller->completions = &work_;
+    // `endpoints` are told of new commands, since CPU threads can, and ring back if they can. `done` is rung when an IOCB is complete.
+    Twin(const Context& context, const TwinOptions& options, std::vector<Endpoint*> endpoints, Bell& done)
+        : context_(context), options_(options), endpoints_(std::move(endpoints)), done_(done), alive_(options.workers) {
+        for (Endpoint* endpoint : endpoints_) endpoint->completions = &work_;
         // A class and those below it leave some of the window to the classes above: a demand read must not wait for a slow drive's writes.
         for (u32 klass = 0; klass < kClasses; ++klass) limits_[klass] = std::max<i32>(1, static_cast<i32>(options.window - klass * ((options.window + 7) / 8)));
         for (u32 i = 0; i < options.workers; ++i) threads_.emplace_back([this] { run(); });
@@ -100,7 +100,7 @@ private:
             late = reap_all();
             bool submitted = false, finished = step(active, submitted) || late < before;
             if (submitted)
-                for (Controller* controller : controllers_) controller->commands.ring();
+                for (Endpoint* endpoint : endpoints_) endpoint->commands.ring();
             if (finished) announce_completed();
             else if (!submitted) {
                 u64 now = now_ns(), bound = active.empty() && !late ? kIdleNs : options_.poll_ns;
@@ -199,7 +199,7 @@ private:
 
     const Context context_;
     const TwinOptions options_;
-    const std::vector<Controller*> controllers_;
+    const std::vector<Endpoint*> endpoints_;
     Bell& done_;
     Bell work_;
     std::mutex mutex_;  // guards the rest

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.nvme.raw_commands import COMMANDS, Raw
 from tutti_sglang.gio import abi
 from tutti_sglang.gio.abi import Status
 from tutti_sglang.gio.controller import Faults, Service
@@ -248,3 +249,9 @@ def test_dropped_answers_come_when_released(start: Start) -> None:
     until(lambda: drive.rig.controller.counts()["dropped"] == 5)
     assert drive.rig.controller.release_dropped() == 5
     assert sorted(drive.take() for _ in range(5)) == [(cid, Status.SUCCESS) for cid in range(5)]
+
+
+@pytest.mark.parametrize("raw", COMMANDS, ids=lambda raw: raw.name)
+def test_it_answers_as_a_controller_that_others_wrote(start: Start, raw: Raw) -> None:
+    drive = start(mdts=128 << 10)
+    assert drive.ask(**{"flags": 0} | raw.fields, data=(drive.data + raw.data[0], raw.data[1])) == raw.status

@@ -12,7 +12,7 @@ from tutti_sglang.gio import abi
 from tutti_sglang.gio.controller import Faults
 from tutti_sglang.gio.queues import HostMemory
 from tutti_sglang.gio.rings import Budget
-from tutti_sglang.gio.twin import Bell, Twin
+from tutti_sglang.gio.twin import Bell, Pace, Twin
 from tutti_sglang.testing.gio_rig import SHAPES, GioRig, Shape
 
 Start = Callable[..., GioRig]
@@ -28,7 +28,7 @@ def start(native: ctypes.CDLL, tmp_path: Path) -> Iterator[Start]:
         folder.mkdir()
         rig = GioRig(folder, native, HostMemory(), shape)
         bell = Bell(native)
-        made.append((rig, Twin(native, rig.ring, [rig.controller], bell, workers=2), bell))
+        made.append((rig, Twin(native, rig.ring, [rig.controller], bell, Pace(workers=2)), bell))
         return rig
 
     yield start

@@ -1,11 +1,13 @@
 """The engine whose I/O goes the way of gio_uring, without a GPU: IOCBs, the CPU twin of the kernel, NVMe queue pairs,
-and a software controller per drive that serves them from segment files.
+and per drive either a software controller, which serves them from segment files, or the drive itself, behind VFIO.
 
-Works with any drive and needs no privilege. It is what the protocol is tried with, and no faster than `uring`.
+With software controllers it works with any drive and needs no privilege: it is what the protocol is tried with, and no
+faster than `uring`.
 """
 
 import ctypes
 import errno
+import logging
 import threading
 import time
 from typing import Any
@@ -14,13 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Results, Ticket
-from tutti_sglang.engine.gio_drive import GioDrive, GioJob, Options
+from tutti_sglang.engine.gio_backend import Options, RawBackend, RawDrives, SoftwareBackend
+from tutti_sglang.engine.gio_drive import GioDrive, GioJob
 from tutti_sglang.engine.home import Home
 from tutti_sglang.engine.transfers import malformed
 from tutti_sglang.errors import EngineError
 from tutti_sglang.gio import abi
+from tutti_sglang.gio.queues import HostMemory
 from tutti_sglang.gio.twin import Bell
 from tutti_sglang.kernels import gio_native
+
+_logger = logging.getLogger("tutti_sglang.engine")
 
 _SWEEP_SECONDS = 1.0
 _DETACH_SECONDS = 0.005
@@ -32,7 +38,7 @@ class GioEngine:
 
     name = "gio"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         segment_size: int,
         depth: int,
@@ -41,10 +47,12 @@ class GioEngine:
         *,
         block: int = 512,
         plan: npt.NDArray[np.void] | None = None,
+        raw: RawDrives = RawDrives({}, ()),  # noqa: B008
     ) -> None:
-        """`depth`: commands in flight per drive; `max_io`: the controllers' MDTS, bytes; `block`: bytes of a logical
-        block, a power of two: IOCTX are whole blocks (1, which no NVMe drive has, takes any); `plan`: bad blocks
-        (testing.faults.FaultPlan.packed). Raises EngineError without the native library."""
+        """`depth`: commands in flight per drive; `max_io`: bytes of one at most, the software controllers' MDTS;
+        `block`: bytes of their logical blocks, a power of two: IOCTX are whole blocks (1 takes any);
+        `plan`: bad blocks (testing.faults.FaultPlan.packed); `raw`: drives behind VFIO. Raises EngineError without the
+        native library, or when a drive does not give what is needed."""
         native = native or gio_native.library()
         if native is None:
             raise EngineError(
@@ -58,6 +66,11 @@ class GioEngine:
         self._thread: threading.Thread | None = None
         self._closed = self._ended = False
         self._home = Home()
+        self._reset_seconds, self._resetting = raw.reset_seconds, threading.Lock()
+        for number in raw.volumes:
+            memory = HostMemory()
+            backend = RawBackend(native, memory, self.options, raw, number)
+            self._drives[number] = GioDrive(native, self.bell, memory, backend)
 
     def attach(self, drive: int, segment: int, fd: int) -> None:
         """As Engine.attach; the first file of a drive starts its threads."""
@@ -68,8 +81,10 @@ class GioEngine:
                 self._thread = threading.Thread(target=self._harvest_loop, name="tutti-gio", daemon=True)
                 self._thread.start()
             if drive not in self._drives:
-                self._drives[drive] = GioDrive(self.native, self.bell, self.options, drive)
-            self._drives[drive].controller.attach(segment, fd)
+                memory = HostMemory()
+                backend = SoftwareBackend(self.native, memory, self.options, drive)
+                self._drives[drive] = GioDrive(self.native, self.bell, memory, backend)
+            self._drives[drive].backend.attach(segment, fd)
             self._drives[drive].segments.append(segment)
 
     def detach(self, drive: int, segment: int, timeout: float = 5.0) -> bool:
@@ -80,14 +95,10 @@ class GioEngine:
             place = None if self._ended else self._drives.get(drive)
             if place is None:
                 return True
-            if segment in place.segments:
-                place.segments.remove(segment)
-            place.controller.detach(segment, 0)  # what starts from now on finds no file
-            place.twin.refuse(segment * self.options.segment_size, self.options.segment_size)
-            dropped = place.drop(errno.EBADF, segment=(segment, self.options.segment_size))
+            dropped = place.leave(segment, self.options.segment_size)
         self._conclude(dropped)
         with self._lock:  # given away while it waits: close() must not take the controller from under a native call
-            while not self._ended and not place.controller.detach(segment, 0):
+            while not self._ended and not place.detach(segment, self.options.segment_size):
                 if time.monotonic() >= until:
                     return False
                 self._lock.wait(_DETACH_SECONDS)
@@ -125,9 +136,9 @@ class GioEngine:
         with self._lock:
             results = ticket.results.copy()
             for place in self._drives.values():
-                for iocb, (job, indices) in place.issued.items():
-                    if job is ticket:
-                        results[indices] = place.outcome(iocb)
+                for iocb, part in place.issued.items():
+                    if part.job is ticket:
+                        results[part.indices] = place.outcome(iocb)
         return results
 
     def cancel(self, ticket: Ticket) -> None:
@@ -145,6 +156,8 @@ class GioEngine:
             self._lock.wait_for(self._is_idle, max(0.0, timeout))
         self._drop(None)
         self._harvest()
+        for place in self._hanging(0.0):
+            self._reset(place)
         with self._lock:
             if not self._is_idle() or not all(place.close(_STOP_SECONDS) for place in self._drives.values()):
                 return False
@@ -172,6 +185,8 @@ class GioEngine:
         seen = self.bell.count()
         while not self._ended:
             self._harvest()
+            for place in self._hanging(self._reset_seconds):
+                self._reset(place)
             seen = self.bell.wait(seen, self._until_next_deadline())
 
     def _harvest(self) -> None:
@@ -185,6 +200,30 @@ class GioEngine:
                     gained += place.drop(errno.ETIMEDOUT, job)
                 place.pump()
         self._conclude(gained)
+
+    def _hanging(self, seconds: float) -> list[GioDrive]:
+        with self._lock:
+            return [place for place in self._drives.values() if place.hangs(seconds)]
+
+    def _reset(self, place: GioDrive) -> None:
+        """End what hangs on a drive by resetting it: then its memory is ours again, and its results are -EIO. Without
+        the lock where it takes time."""
+        with self._resetting:
+            with self._lock:
+                if not place.issued:
+                    return
+                place.paused = True
+            _logger.warning("tutti: an NVMe drive does not answer; it is reset")
+            if place.halt():
+                with self._lock:
+                    gained = place.abort()
+                self._conclude(gained)
+                place.revive()
+            with self._lock:
+                place.paused = False
+                gained = place.drop(errno.EIO) if place.dead else []
+                place.pump()
+            self._conclude(gained)
 
     def _until_next_deadline(self) -> float:
         with self._lock:

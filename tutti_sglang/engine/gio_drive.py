@@ -1,7 +1,9 @@
 """One drive of the gio engine: its ring, mover and controller, and what waits for an IOCB."""
 
 import ctypes
+import errno
 import threading
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -9,33 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.engine.batch import IN_PROGRESS, Batch, IoClass, Results, Ticket
+from tutti_sglang.engine.gio_backend import Backend, SoftwareBackend
+from tutti_sglang.errors import EngineError
 from tutti_sglang.gio import abi
-from tutti_sglang.gio.controller import Service, SoftwareController
-from tutti_sglang.gio.queues import DriveQueues, HostMemory, Limits, QueuePairs, map_region
+from tutti_sglang.gio.queues import DriveQueues, Memory
 from tutti_sglang.gio.rings import FOREVER_NS, PATIENT, IocbRing
 from tutti_sglang.gio.twin import Bell, Twin
 
 _DEPTH = 32  # IOCBs per drive; more than that waits in Python
-_USER_SPACE = 1 << 47  # bytes: all addresses of a process
-_BUS = 1 << 50  # where a controller finds address 0: an address that was never translated is refused
+_STOP_SECONDS = 10.0  # for threads that have nothing left to do
 
 Indices = npt.NDArray[np.int64]
-
-
-class Options(NamedTuple):
-    """What all drives of an engine have in common; see GioEngine."""
-
-    segment_size: int
-    depth: int
-    max_io: int
-    block: int
-    plan: npt.NDArray[np.void] | None
-
-    @property
-    def limits(self) -> Limits:
-        """What a drive of the engine says of itself."""
-        shift = self.block.bit_length() - 1
-        return Limits(blocks=1 << (62 - shift), block_shift=shift, mdts=self.max_io)
 
 
 class GioJob(Ticket):
@@ -55,49 +41,49 @@ class GioJob(Ticket):
 
 
 class Part(NamedTuple):
-    """The IOCTX of a job that share an IOCB."""
+    """The IOCTX of a job that share an IOCB; `since` when it is issued (time.monotonic())."""
 
     job: GioJob
     indices: Indices
+    since: float = 0.0
 
 
 class GioDrive:
-    """One drive: its ring, mover and controller, and what waits for an IOCB."""
+    """One drive: its ring, its mover and what is behind its queue pairs, and what waits for an IOCB. Its engine's lock
+    guards it, but for `halt` and `revive`, which take their time."""
 
-    def __init__(self, native: ctypes.CDLL, bell: Bell, options: Options, number: int) -> None:
-        """Starts its threads. `bell`: rung when IOCBs are complete."""
-        limits = options.limits
-        self.memory = HostMemory()
-        pairs = QueuePairs(self.memory, 1, options.depth.bit_length())
-        everything = map_region(0, _USER_SPACE, _BUS)
-        self.ring = IocbRing(_DEPTH, self.memory, [DriveQueues(limits, pairs)], everything)
-        self.controller = SoftwareController(
-            native, limits, pairs, options.segment_size, Service(workers=options.depth)
-        )
-        self.controller.map(everything)
-        if options.plan is not None:
-            self.controller.set_bad_blocks(options.plan, number)
-        self.twin = Twin(native, self.ring, [self.controller], bell, window=options.depth)
-        self.controller.start()
+    def __init__(self, native: ctypes.CDLL, bell: Bell, memory: Memory, backend: Backend) -> None:
+        """Starts its threads. `bell`: rung when IOCBs are complete; `memory`: that of `backend`."""
+        self._native, self._bell, self.memory, self.backend = native, bell, memory, backend
+        self.ring = IocbRing(_DEPTH, memory, [DriveQueues(backend.limits, backend.pairs)], backend.regions)
+        self.twin = self._make_twin()
+        backend.start()
         self.segments: list[int] = []  # that have a file
         self.waiting: tuple[deque[Part], ...] = tuple(deque() for _ in IoClass)
         self.issued: dict[int, Part] = {}
+        self.paused = self.dead = False
 
     def push(self, job: GioJob, indices: Indices, klass: IoClass) -> None:
-        """Queue IOCTX of `job`."""
+        """Queue IOCTX of `job`; those of a dead drive end at once."""
+        if self.dead:
+            return job.settle(indices, -errno.EIO)
         for part in self.ring.split(self._contexts(job, indices)):
             self.waiting[klass].append(Part(job, indices[part]))
 
     def pump(self) -> None:
         """Issue what there are IOCBs for; a class leaves one to each class above it."""
+        if self.paused:
+            return
         for klass, parts in enumerate(self.waiting):
             while parts and len(self.issued) < _DEPTH - klass:
                 part = parts.popleft()
                 reserved = self.ring.get_iocb(1)
                 assert reserved is not None
                 iocb = int(reserved[0])
-                self.ring.fill(iocb, self._contexts(*part), PATIENT)
-                self.issued[iocb] = part
+                contexts = self._contexts(part.job, part.indices)
+                self.backend.translate(contexts)
+                self.ring.fill(iocb, contexts, PATIENT)
+                self.issued[iocb] = part._replace(since=time.monotonic())
                 self.twin.issue(iocb, klass, int(min(max(part.job.deadline, 0) * 1e9, FOREVER_NS)))
 
     def harvest(self) -> list[GioJob]:
@@ -106,7 +92,7 @@ class GioDrive:
         complete = ids[self.ring.complete(ids)]
         gained = []
         for iocb in complete.tolist():
-            job, indices = self.issued.pop(iocb)
+            job, indices, _ = self.issued.pop(iocb)
             job.settle(indices, self.outcome(iocb))
             gained.append(job)
         self.ring.release(complete)
@@ -136,9 +122,63 @@ class GioDrive:
         host = (status & 0x8700) == abi.Status.VENDOR_ERRNO
         return np.where(host & (results != IN_PROGRESS), -(status & 0xFF).astype(np.int32), results).astype(np.int32)
 
+    def leave(self, segment: int, size: int) -> list[GioJob]:
+        """End with -EBADF what has not begun on a segment of `size` bytes. Returns the jobs that gained by it."""
+        if segment in self.segments:
+            self.segments.remove(segment)
+        self.backend.forget(segment)
+        start = self.backend.range_of(segment)
+        if start is not None:
+            self.twin.refuse(start, size)
+        return self.harvest() + self.drop(errno.EBADF, segment=(segment, size))
+
+    def detach(self, segment: int, size: int) -> bool:
+        """False while something that has begun is under way on the segment."""
+        parts = self.issued.values()
+        busy = any((part.job.batch["offset"][part.indices] // np.uint64(size) == segment).any() for part in parts)
+        return self.backend.detach(segment, busy)
+
+    def hangs(self, seconds: float) -> bool:
+        """Whether a drive that can be reset has owed an answer for so long."""
+        before = time.monotonic() - seconds
+        return self.backend.resets and not self.paused and any(part.since < before for part in self.issued.values())
+
+    def halt(self) -> bool:
+        """Make what is out touch no memory any more. Without the lock, while it is `paused`. False: a thread of ours
+        does not end, and nothing changes."""
+        if not self.twin.stop(_STOP_SECONDS):
+            return False
+        try:
+            self.backend.stop()
+        except EngineError:
+            self.dead = True
+        return True
+
+    def abort(self) -> list[GioJob]:
+        """After `halt`: end everything that was out with -EIO. Returns the jobs that gained by it."""
+        self.twin.close(0)
+        for pair in range(len(self.backend.pairs.table)):
+            address = self.backend.pairs.table[pair : pair + 1].ctypes.data
+            self._native.gio_abort_all(self.ring.context.ctypes.data, address)
+        return self.harvest()
+
+    def revive(self) -> None:
+        """After `abort`: begin anew. Without the lock, while it is `paused`."""
+        try:
+            if not self.dead:
+                self.backend.restart()
+        except EngineError:
+            self.dead = True
+        self.twin = self._make_twin()
+
     def close(self, timeout: float) -> bool:
-        """Stop controller and twin."""
-        return self.controller.close(timeout) and self.twin.close(timeout)
+        """Stop controller and twin: controllers first, since they ring the twin."""
+        if isinstance(self.backend, SoftwareBackend):
+            return self.backend.close(timeout) and self.twin.close(timeout)
+        return self.twin.close(timeout) and self.backend.close(timeout)
+
+    def _make_twin(self) -> Twin:
+        return Twin(self._native, self.ring, self.backend.endpoints, self._bell, self.backend.pace)
 
     @staticmethod
     def _contexts(job: GioJob, indices: Indices) -> Batch:

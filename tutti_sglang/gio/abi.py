@@ -142,6 +142,7 @@ FAULTS_DTYPE = np.dtype(
     ]
 )
 COUNTS_DTYPE = np.dtype([(name, "<u8") for name in ("commands", "bytes", "failed", "dropped", "delayed", "fatal")])
+RELAY_DTYPE = _layout(16, word=(0, "<u8"), doorbell=(8, "<u8"))
 TWIN_DTYPE = _layout(16, poll_ns=(0, "<u8"), workers=(8, "<u4"), window=(12, "<u4"))
 
 SIZES = {
@@ -160,6 +161,7 @@ SIZES = {
     "ControllerLimits": (LIMITS_DTYPE, 56),
     "ControllerFaults": (FAULTS_DTYPE, 40),
     "ControllerCounts": (COUNTS_DTYPE, 48),
+    "RelayLine": (RELAY_DTYPE, 16),
     "TwinOptions": (TWIN_DTYPE, 16),
 }
 """C++ name → (dtype, bytes)."""

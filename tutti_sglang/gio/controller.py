@@ -86,6 +86,11 @@ class SoftwareController:
         for pair in range(len(pairs.table)):
             native.gio_controller_add_queue(self.handle, pairs.table[pair : pair + 1].ctypes.data)
 
+    @property
+    def endpoint(self) -> int:
+        """As twin.Endpoint."""
+        return int(self._native.gio_controller_endpoint(self.handle))
+
     def map(self, region: npt.NDArray[np.void]) -> None:
         """Let commands name this memory ((1,) REGION_DTYPE), as an IOMMU would."""
         self._native.gio_controller_map(self.handle, region.ctypes.data)

@@ -41,6 +41,7 @@ class CudaMemory:
         self.device, self._hbm_iocbs = device, hbm_iocbs
         device.set_current()
         self._regions: list[Region] = []
+        self._registers: list[int] = []
         self._mappings: list[gdrcopy.Mapping] = []
         self._allocations: list[Any] = []
 
@@ -64,6 +65,16 @@ class CudaMemory:
         if seen != region.address:
             raise EngineError("This GPU sees host memory under other addresses than the CPU does")
         return region
+
+    def registers(self, address: int, size: int) -> int | None:
+        """Where kernels see a drive's registers, which this process has mapped at `address`; None where the driver maps
+        no I/O memory of other devices: then a relay rings the drive's doorbells."""
+        flags = _REGISTER_FLAGS | driver.CU_MEMHOSTREGISTER_IOMEMORY
+        error, *_ = driver.cuMemHostRegister(address, size, flags)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            return None
+        self._registers.append(address)
+        return int(_call(driver.cuMemHostGetDevicePointer, address, 0))
 
     def local(self, size: int) -> int:
         """As Memory.local."""
@@ -99,9 +110,11 @@ class CudaMemory:
         for region in self._regions:
             _call(driver.cuMemHostUnregister, region.address)
             region.close()
+        for address in self._registers:
+            _call(driver.cuMemHostUnregister, address)
         for allocation in self._allocations:
             _call(driver.cuMemFree, allocation)
-        self._mappings, self._regions, self._allocations = [], [], []
+        self._mappings, self._regions, self._registers, self._allocations = [], [], [], []
 
 
 class GpuMover:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from tutti_sglang.gio import abi
 from tutti_sglang.memory import Region, view
+from tutti_sglang.units import align_up
 
 _LINE = 64  # bytes that one doorbell has for itself, so that no two share a cache line
 _MAX_BLOCKS = 1 << 16  # of one command: NLB has 16 bits
@@ -101,14 +102,16 @@ class QueuePairs:
         entries = 1 << log_entries
         assert log_entries >= 1
         assert entries <= abi.QUEUE_ENTRIES
-        self.sq = memory.shared(count * entries * abi.SQE_DTYPE.itemsize)
-        self.cq = memory.shared(count * entries * abi.CQE_DTYPE.itemsize)
+        sq_size = align_up(entries * abi.SQE_DTYPE.itemsize, abi.PAGE)  # a ring starts on a page of the controller
+        cq_size = align_up(entries * abi.CQE_DTYPE.itemsize, abi.PAGE)
+        self.sq = memory.shared(count * sq_size)
+        self.cq = memory.shared(count * cq_size)
         self.doorbells = memory.shared(count * 2 * _LINE)
         states = memory.local(count * abi.STATE_DTYPE.itemsize)
         each = np.arange(count, dtype=np.uint64)
         self.table = np.zeros(count, dtype=abi.PAIR_DTYPE)
-        self.table["sq"] = self.sq.address + each * np.uint64(entries * abi.SQE_DTYPE.itemsize)
-        self.table["cq"] = self.cq.address + each * np.uint64(entries * abi.CQE_DTYPE.itemsize)
+        self.table["sq"] = self.sq.address + each * np.uint64(sq_size)
+        self.table["cq"] = self.cq.address + each * np.uint64(cq_size)
         self.table["sq_doorbell"] = self.doorbells.address + each * np.uint64(2 * _LINE)
         self.table["cq_doorbell"] = self.table["sq_doorbell"] + np.uint64(_LINE)
         self.table["state"] = states + each * np.uint64(abi.STATE_DTYPE.itemsize)

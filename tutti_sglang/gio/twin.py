@@ -2,12 +2,11 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from tutti_sglang.gio import abi
-from tutti_sglang.gio.controller import SoftwareController
 from tutti_sglang.gio.rings import FOREVER_NS, IocbRing
 
 
@@ -35,6 +34,23 @@ class Bell:
         self._native.gio_bell_delete(self.handle)
 
 
+class Endpoint(Protocol):
+    """What is behind queue pairs and is woken when there are new commands: a software controller, a relay."""
+
+    @property
+    def endpoint(self) -> int:
+        """The native one."""
+
+
+class Pace(NamedTuple):
+    """`window`: sub-I/Os in flight at once, of all `workers` threads; `poll_seconds`: how often these look for answers
+    that nobody rings for, as those of a drive."""
+
+    window: int = 32
+    workers: int = 1
+    poll_seconds: float = 5e-3
+
+
 class Twin:
     """Carries out the IOCBs of `ring`; the Mover that needs no GPU."""
 
@@ -42,18 +58,16 @@ class Twin:
         self,
         native: ctypes.CDLL,
         ring: IocbRing,
-        controllers: Sequence[SoftwareController],
+        endpoints: Sequence[Endpoint],
         bell: Bell,
-        *,
-        window: int = 32,
-        workers: int = 1,
+        pace: Pace = Pace(),  # noqa: B008
     ) -> None:
-        """`window`: sub-I/Os in flight at once, of all `workers` threads. Close the controllers before the twin."""
+        """Close controllers before the twin, relays after it."""
         self._native, self._ring = native, ring
-        options = np.array([(round(5e6), workers, window)], dtype=abi.TWIN_DTYPE)
-        handles = (ctypes.c_void_p * len(controllers))(*(controller.handle for controller in controllers))
+        options = np.array([(round(pace.poll_seconds * 1e9), pace.workers, pace.window)], dtype=abi.TWIN_DTYPE)
+        handles = (ctypes.c_void_p * len(endpoints))(*(each.endpoint for each in endpoints))
         self._handle = native.gio_twin_new(
-            ring.context.ctypes.data, options.ctypes.data, handles, len(controllers), bell.handle
+            ring.context.ctypes.data, options.ctypes.data, handles, len(endpoints), bell.handle
         )
         ring.mover = self
 
@@ -80,11 +94,16 @@ class Twin:
     def reap(self) -> None:
         """As Mover.reap; the threads do it."""
 
+    def stop(self, timeout: float) -> bool:
+        """End with -ECANCELED what has no command yet, and stop; commands stay out, and nobody looks for their answers.
+        False: a thread did not stop in time."""
+        return not self._handle or bool(self._native.gio_twin_stop(self._handle, round(timeout * 1e9)))
+
     def close(self, timeout: float) -> bool:
-        """End with -ECANCELED what has no command yet, and stop. False: a thread did not stop in time."""
+        """Stop, and be gone. False: a thread did not stop in time."""
+        if not self.stop(timeout):
+            return False
         if self._handle:
-            if not self._native.gio_twin_stop(self._handle, round(timeout * 1e9)):
-                return False
             self._native.gio_twin_delete(self._handle)
             self._handle = None
         return True
