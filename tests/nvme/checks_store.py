@@ -22,13 +22,15 @@ from tutti_sglang.store import ObjectStore
 
 MIB = 1 << 20
 INDEX = Path("/run/index")
+LAST = Path("/run/last")
 NUMBERS = range(100)
 """Pages in the store when the guest ends; the host compares them on the drive's image."""
 
 
 def open_store(bench: Bench, serial: str, **changes: object) -> ObjectStore:
     settings = {"engine": "gio", "index_dir": str(INDEX), "queue_depth": 8} | changes
-    config = kit.config(f"vfio:{bench.addresses[serial]}", **settings)  # type: ignore[arg-type]
+    serial, _, nsid = serial.partition("/")
+    config = kit.config(f"vfio:{bench.addresses[serial]}/{nsid or 1}", **settings)  # type: ignore[arg-type]
     bench.stores.append(ObjectStore(config, metrics=Metrics(CollectorRegistry())))
     return bench.stores[-1]
 
@@ -84,19 +86,26 @@ def check_segments_come_and_go_in_the_places_of_others(bench: Bench) -> None:
 
 def check_a_store_of_another_index_is_refused(bench: Bench) -> None:
     other = "/run/another"
-    store = open_store(bench, "SLOW", index_dir=other, overwrite=("SLOW",))
+    store = open_store(bench, "MAIN/2", index_dir=other, overwrite=("MAIN",))
     assert store.close()
-    assert "another store" in refused(bench, "SLOW")
-    assert bench.image("slow", 0, 1) == b"{"
+    assert "another store" in refused(bench, "MAIN/2")
+    assert bench.image("half", 0, 1) == b"{"
+
+
+def check_a_store_whose_index_is_lost_starts_empty(bench: Bench) -> None:
+    store = open_store(bench, "WIDE", index_dir=str(LAST))
+    ns = store.attach(kit.namespace())
+    assert not any(kit.get(store, ns, *range(100)))
+    kit.close_good(store)
 
 
 def check_the_last_pages_are_there_when_the_guest_ends(bench: Bench) -> None:
-    store = open_store(bench, "WIDE")
+    store = open_store(bench, "WIDE", index_dir=str(LAST))
     ns = store.attach(kit.namespace("last"))
     store_pages(store, ns, NUMBERS)
     assert all(kit.get(store, ns, *NUMBERS))
     kit.close_good(store)
-    shutil.copytree(INDEX, WORK / "index", ignore=shutil.ignore_patterns("*-shm"))
+    shutil.copytree(LAST, WORK / "index", ignore=shutil.ignore_patterns("*-shm"))
 
 
 class Rig:

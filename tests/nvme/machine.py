@@ -18,7 +18,7 @@ from tests.nvme import initramfs
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tutti-sglang" / "nvme"
 QEMU = "qemu-system-x86_64"
-TIMEOUT = 550
+TIMEOUT = 1000
 """Seconds of a run; less than 30 on an idle machine."""
 
 _ROOT = Path(__file__).parent.parent.parent

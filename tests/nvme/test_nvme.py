@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.nvme import bench, checks_drive, checks_mover, checks_pci, checks_store
+from tests.nvme import bench, checks_drive, checks_mover, checks_pci, checks_store, machine
 from tests.store import kit
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.gio.vfio import extent
 from tutti_sglang.store import superblock
 from tutti_sglang.store.index import Index
 from tutti_sglang.store.slots import NO_SLOT, numbers_of, segments_of
+
+pytestmark = pytest.mark.timeout(machine.TIMEOUT + 100)
 
 CHECKS = [name for module in (checks_pci, checks_drive, checks_mover, checks_store) for name, _ in bench.checks(module)]
 

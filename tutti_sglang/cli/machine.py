@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from tutti_sglang.config import Config
+from tutti_sglang.config import Config, raw_name
 from tutti_sglang.engine.select import locked_memory
 from tutti_sglang.engine.uring import uring_refused
 from tutti_sglang.errors import TuttiError
@@ -89,7 +89,7 @@ def look(config: Config | None) -> Machine:
         iommu_groups=_count("/sys/kernel/iommu_groups"),
         vfio=Path("/dev/vfio/vfio").exists(),
         nvme=tuple(_nvme()),
-        drives=tuple(_drive(path) for path in config.storage_dirs) if config else (),
+        drives=tuple(_drive(path) for path in config.storage_dirs if not raw_name(path)) if config else (),
         index_network=_network(_existing(str(config.index_path))) if config else "",
         fio=shutil.which("fio") is not None,
     )

@@ -6,10 +6,12 @@ from pathlib import Path
 from tutti_sglang.config import Config
 from tutti_sglang.engine.base import Engine
 from tutti_sglang.engine.gio import GioEngine
+from tutti_sglang.engine.gio_backend import RawDrives
 from tutti_sglang.engine.staging import Staging
 from tutti_sglang.engine.threads import ThreadsEngine
 from tutti_sglang.engine.uring import UringEngine, uring_refused
 from tutti_sglang.errors import EngineError
+from tutti_sglang.gio.vfio.drive import VfioDrive
 from tutti_sglang.kernels import native
 from tutti_sglang.units import format_size
 
@@ -19,14 +21,18 @@ PYTHON_WORKERS = 16
 _CAP_IPC_LOCK = 14
 
 
-def create_engine(config: Config, segment_size: int, staging: Staging) -> tuple[Engine, str]:
+def create_engine(
+    config: Config, segment_size: int, staging: Staging, volumes: dict[int, tuple[VfioDrive, int]] | None = None
+) -> tuple[Engine, str]:
     """The engine that `config.engine` asks for, with `staging` registered where the limits allow it; and what was
-    chosen, and why not something better. Raises EngineError where `uring` is demanded and this machine refuses it."""
+    chosen, and why not something better. `volumes`: drives behind VFIO, as in RawDrives. Raises EngineError where
+    `uring` is demanded and this machine refuses it."""
     if config.engine == "threads":
         return _python_threads(config, segment_size), "Python threads, as configured"
     if config.engine == "gio":
-        twin = GioEngine(segment_size, config.queue_depth, config.max_io)
-        return twin, "gio on CPU threads, with a software NVMe controller per drive, as configured"
+        raw = RawDrives(volumes or {}, [staging], relay=config.doorbell == "relay")
+        twin = GioEngine(segment_size, config.queue_depth, config.max_io, raw=raw)
+        return twin, f"gio on CPU threads, as configured: {_behind(config, len(raw.volumes))}"
     if native.library() is None:
         if config.engine == "uring":
             raise EngineError(f"engine = uring: {native.unavailable_reason()}", "Use engine = auto")
@@ -35,6 +41,14 @@ def create_engine(config: Config, segment_size: int, staging: Staging) -> tuple[
         raise EngineError(f"engine = uring: {refused}", "Use engine = auto, which takes native threads instead")
     engine = UringEngine(segment_size, queue_depth=config.queue_depth, max_io=config.max_io, staging=staging)
     return engine, f"native threads: {engine.refused}" if engine.refused else f"io_uring, {locked_memory(staging.size)}"
+
+
+def _behind(config: Config, raw: int) -> str:
+    """What is behind the queue pairs."""
+    doorbells = "a relay rings their doorbells" if config.doorbell == "relay" else "the threads ring their doorbells"
+    parts = [f"{raw} drives behind VFIO ({doorbells})"] if raw else []
+    software = len(config.storage_dirs) - raw
+    return " and ".join(parts + (["a software NVMe controller per drive"] if software else []))
 
 
 def locked_memory(size: int) -> str:

@@ -9,10 +9,10 @@ from tutti_sglang.errors import ForeignStoreError, StoreError
 from tutti_sglang.store import probe, superblock
 
 INDEX, SEGMENTS, SUMS, OWNERS, CLOCK, LOCK = "index.db", "segments", "sums", "owners", "clock", "lock"
-PROFILES = "profiles"
+PROFILES, RAW = "profiles", "raw"
 """What lies in a store's directories beside the superblock."""
 
-_OWN = frozenset([superblock.NAME, SEGMENTS, SUMS, OWNERS, CLOCK, LOCK, PROFILES])
+_OWN = frozenset([superblock.NAME, SEGMENTS, SUMS, OWNERS, CLOCK, LOCK, PROFILES, RAW])
 _IGNORED = frozenset(["lost+found"])
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -6,10 +6,12 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
-from tutti_sglang.config import Config
+from tutti_sglang.config import Config, raw_name
 from tutti_sglang.errors import CapacityError, ForeignStoreError, StoreError
+from tutti_sglang.gio.vfio.drive import VfioDrive
+from tutti_sglang.gio.vfio.iommu import AddressSpace
 from tutti_sglang.store import directory, probe, superblock
 from tutti_sglang.store.errands import ANSWER_SECONDS, Errands
 from tutti_sglang.store.health import Health
@@ -26,12 +28,14 @@ DEFAULT_SHARE = 0.8
 
 @dataclass(slots=True)
 class Found:
-    """One of `storage_dirs` as it was at opening: its superblock if it has one, or why it cannot be used."""
+    """One of `storage_dirs` as it was at opening: its superblock if it has one, or why it cannot be used. `device`: of
+    a raw drive, whose `fd` is that of its folder in the index directory."""
 
     path: str
     fd: int = -1
     block: Superblock | None = None
     problem: str = ""
+    device: VfioDrive | None = None
 
     @property
     def on_root(self) -> bool:
@@ -55,6 +59,8 @@ class Drive:
     writes: Health = field(default_factory=Health)
     errands: Errands = field(default_factory=Errands)
     _identity: tuple[int, int] | None = None
+
+    share: ClassVar[float] = DEFAULT_SHARE
 
     def __post_init__(self) -> None:
         self._identity = directory.identity(self.path, superblock.NAME)
@@ -106,6 +112,14 @@ class Drive:
         else:
             self.errands.later(partial(os.close, fd))
 
+    def allocate(self, fd: int, size: int) -> bool:
+        """Give an empty file its `size` bytes; False where the file system is to do it. OSError."""
+        return False
+
+    def sync(self, fd: int) -> None:
+        """Bring what was written to a segment's file to the disk. OSError."""
+        os.fdatasync(fd)
+
     def close(self) -> None:
         """Give the descriptor back."""
         self.errands.close(partial(os.close, self.segments))
@@ -129,6 +143,8 @@ class Scan:
         for each in self.found:
             if each.fd >= 0:
                 os.close(each.fd)
+            if each.device:
+                each.device.close()
 
 
 def scan(config: Config) -> Scan:
@@ -136,7 +152,8 @@ def scan(config: Config) -> Scan:
     result = Scan([], segment_size=config.segment_size)
     try:
         for path in config.storage_dirs:
-            result.found.append(_look(path))
+            spaces = (each.device.space for each in result.found if each.device)
+            result.found.append(_look(path, config, next(spaces, None)))
         _agree(result)
     except BaseException:
         result.close()
@@ -177,7 +194,7 @@ def set_limits(drives: list[Drive], used: dict[int, int], config: Config, needed
     """Fix each drive's `limit`. CapacityError when none of them has segments or `needed` bytes of room for one."""
     for drive in drives:
         own = used.get(drive.ordinal, 0)
-        drive.limit = config.max_size or int(DEFAULT_SHARE * (own + drive.free()))
+        drive.limit = config.max_size or int(drive.share * (own + drive.free()))
     if not any(used.values()) and all(drive.room(0) < needed for drive in drives):
         shown = ", ".join(f"{drive.path}: {format_size(drive.free())} free" for drive in drives)
         raise CapacityError(
@@ -198,10 +215,15 @@ def new_store_id() -> str:
     return uuid.uuid4().hex
 
 
-def _look(path: str) -> Found:
+def _look(path: str, config: Config, space: AddressSpace | None) -> Found:
     found = Found(path)
 
     def look() -> None:
+        if raw_name(path):
+            from tutti_sglang.store import raw  # builds on this module
+
+            raw.look(found, config, space)
+            return
         found.fd = directory.open_directory(path)
         found.block = superblock.read(found.fd, path)
         if found.block is None:
@@ -250,6 +272,10 @@ def _agree(result: Scan) -> None:
 
 
 def _open(found: Found, block: Superblock, config: Config) -> Drive:
+    if found.device:
+        from tutti_sglang.store import raw
+
+        return raw.open_drive(found, block)
     if found.block is None:
         superblock.write(found.fd, block)
     segments = directory.open_subdirectory(found.fd, directory.SEGMENTS)

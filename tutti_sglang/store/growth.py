@@ -190,7 +190,8 @@ class Growth:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(name, flags, 0o600, dir_fd=drive.segments)
         try:
-            self._allocate(fd, size)
+            if not drive.allocate(fd, size):
+                self._allocate(fd, size)
             os.fsync(fd)  # size and extents: data that is synced later must not need them any more after a power cut
         finally:
             os.close(fd)

@@ -28,6 +28,7 @@ from tutti_sglang.store.locking import store_lock
 from tutti_sglang.store.outcome import Ledger
 from tutti_sglang.store.owners import Owners
 from tutti_sglang.store.parts import Parts
+from tutti_sglang.store.raw import CHECK, RawDrive
 from tutti_sglang.store.report import Reporter
 from tutti_sglang.store.segments import Segments
 from tutti_sglang.store.sums import SumFiles
@@ -52,7 +53,8 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
             undo.callback(staging.close)
             note = "given by the caller"
             if engine is None:
-                engine, note = create_engine(config, segment_size, staging)
+                volumes = {each.ordinal: (each.device, CHECK) for each in found if isinstance(each, RawDrive)}
+                engine, note = create_engine(config, segment_size, staging, volumes)
                 undo.callback(engine.close, 0.0)
             owners = Owners(config.index_path / directory.OWNERS)
             undo.callback(owners.close)

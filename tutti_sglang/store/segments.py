@@ -197,7 +197,8 @@ class Segments:
         """Bring the segments, which are in use, to the disk. OSError."""
         for number in numbers:
             for ordinal, fd in list(self._table[number].files.items()):
-                self.drives[ordinal].ask(partial(os.fdatasync, fd), DATA_SECONDS)
+                drive = self.drives[ordinal]
+                drive.ask(partial(drive.sync, fd), DATA_SECONDS)
 
     def leave_direct_io(self, batch: Batch, results: Results) -> None:
         """A file system may take O_DIRECT at first and refuse it later: then it is used through the page cache from now

@@ -65,13 +65,18 @@ def read(directory: int, where: str) -> Superblock | None:
         os.close(fd)
 
 
+def encode(block: Superblock) -> bytes:
+    """What `parse` reads."""
+    return msgspec.json.format(msgspec.json.encode(block.sealed())) + b"\n"
+
+
 def write(directory: int, block: Superblock) -> None:
     """Put the superblock into the open directory, whole or not at all, and on the disk before it returns."""
     draft = f".{NAME}-{os.getpid()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(draft, flags, 0o600, dir_fd=directory)
     try:
-        os.write(fd, msgspec.json.format(msgspec.json.encode(block.sealed())) + b"\n")
+        os.write(fd, encode(block))
         os.fsync(fd)  # before the rename: else a power cut leaves the name with no content
     finally:
         os.close(fd)
