@@ -37,7 +37,7 @@ def test_every_page_lies_on_the_drive_when_the_guest_is_gone(outcomes: dict[str,
     rows = {row.id: row for row in index.segments()}
     numbers = checks_store.NUMBERS
     found = [index.lookup(number, kit.keys(*numbers)).records["slot"] for number in index.namespaces()]
-    (slots,) = [each for each in found if (each != NO_SLOT).all()]
+    (slots,) = [each.astype(np.int64) for each in found if (each != NO_SLOT).all()]
     sizes = np.cumsum([0, *kit.TENSORS])
     starts = set()
     for number, slot in zip(numbers, slots, strict=True):
