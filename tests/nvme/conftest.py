@@ -46,10 +46,13 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
     """What became of each check in the guest."""
     if gio_native.library() is None:
         pytest.skip("the native library of gio was not built: install g++ 12 or newer, then reinstall")
+    mkfs = shutil.which("mkfs.ext4", path="/usr/sbin:/sbin:/usr/bin:/bin")
+    if mkfs is None:
+        pytest.skip("mkfs.ext4 is not installed: apt-get install e2fsprogs")
     guard = folder / "guard.img"
     with open(guard, "wb") as image:
         image.truncate(SIZE)
-    subprocess.run(["mkfs.ext4", "-q", "-F", guard], check=True)
+    subprocess.run([mkfs, "-q", "-F", guard], check=True)
     shutil.copy(guard, folder / "guard.before")
     try:
         results = machine.boot(folder, controllers(), _SCRIPT)

@@ -59,4 +59,4 @@ def test_every_page_lies_on_the_drive_when_the_guest_is_gone(outcomes: dict[str,
 def test_the_refused_drive_is_as_it_was(outcomes: dict[str, dict[str, Any]], folder: Path) -> None:
     assert outcomes
     assert (folder / "guard.img").read_bytes() == (folder / "guard.before").read_bytes()
-    subprocess.run(["e2fsck", "-f", "-n", folder / "guard.img"], check=True, capture_output=True)
+    subprocess.run(["/sbin/e2fsck", "-f", "-n", folder / "guard.img"], check=True, capture_output=True)
