@@ -116,8 +116,8 @@ def namespaces(identity: Identity, storage: HiCacheStorageConfig, view: PoolView
     return tuple(
         Namespace(
             model=identity.model,
-            weights=f"{identity.weights}+{identity.draft_weights}" if drafts else identity.weights,
-            dtype=f"{identity.kv_dtype}/{view.dtype}" if view.dtype.startswith("uint8") else view.dtype,
+            weights=_weights_of(identity, drafts=drafts),
+            dtype=_logical_dtype(identity, view.dtype),
             page_size=view.page_size,
             pool=pool,
             order=each.order,
@@ -143,14 +143,16 @@ def is_sharded(storage: HiCacheStorageConfig, view: PoolView) -> bool:
 def flat_namespace(
     identity: Identity, storage: HiCacheStorageConfig, anchor: PoolView | None, nbytes: int, dtype: str
 ) -> Namespace:
-    """Of objects that come and go as tensors of `nbytes` bytes; `anchor` gives their order and page size, if known."""
+    """Of objects that come and go as tensors of `nbytes` bytes; `anchor` gives their order, format and page size, if
+    known."""
+    form = anchor.dtype.partition(":")[2] if anchor else ""
     return Namespace(
         model=identity.model,
-        weights=identity.weights,
-        dtype=dtype,
+        weights=_weights_of(identity, drafts=anchor is not None and anchor.packs_draft),
+        dtype=_logical_dtype(identity, f"{dtype}:{form}" if form else dtype),
         page_size=anchor.page_size if anchor else 1,
         pool="flat",
-        order=anchor.maps[0].order if anchor else Order.LAYER,
+        order=anchor.maps[0].order if anchor and anchor.maps else Order.LAYER,
         tensors=(nbytes,),
         layers=anchor.layers if anchor else (0, 1),
         tp=(0, 1) if storage.is_mla_model else (storage.tp_rank, storage.tp_size),
@@ -159,6 +161,15 @@ def flat_namespace(
         dcp=(storage.dcp_rank, storage.dcp_size),
         speculative=identity.speculative,
     )
+
+
+def _weights_of(identity: Identity, *, drafts: bool) -> str:
+    return f"{identity.weights}+{identity.draft_weights}" if drafts else identity.weights
+
+
+def _logical_dtype(identity: Identity, dtype: str) -> str:
+    """A pool of bytes does not know what they mean."""
+    return f"{identity.kv_dtype}/{dtype}" if dtype.startswith("uint8") else dtype
 
 
 def _first_head(identity: Identity, storage: HiCacheStorageConfig, heads: int) -> int | None:

@@ -59,7 +59,7 @@ class Tier:
     def attach(self, name: str, pool: Any) -> None:
         """Keep the pages of a host pool; again with the same pool does nothing."""
         view = view_of(pool, ids.head_groups(self._identity, self._storage, pool) if name == PoolName.KV else 1)
-        if self.attach_view(name, view) and name == PoolName.KV and self._generic:
+        if self.attach_view(name, view) and name == PoolName.KV and self._generic and not view.logical:
             self.flat.open(Shape(view.page_bytes, pool.dtype))
 
     def attach_view(self, name: str, view: PoolView) -> bool:

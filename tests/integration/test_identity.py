@@ -4,6 +4,7 @@ import itertools
 import logging
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, sna
 from sglang.srt.server_args import ServerArgs
 
 from tests.integration.host_pools import HEADS, mha_pool, mla_pool, storage
+from tests.integration.side_pools import logical_pool
 from tutti_sglang.integration.cpu_model import built_in_model, write_model
 from tutti_sglang.integration.identity import (
     Identity,
@@ -203,6 +205,32 @@ def test_flat_objects_are_apart_from_pages_and_by_size_and_dtype() -> None:
     assert len({pages, flat, flat_namespace(MODEL, storage(), view, view.page_bytes, "bfloat16")}) == 3
     assert flat != flat_namespace(MODEL, storage(tp_size=2), view, view.page_bytes, "float16")
     assert flat_namespace(MODEL, storage(), None, 8, "uint8").tensors == (8,)
+
+
+def test_flat_pages_are_told_apart_like_rows() -> None:
+    """A tensor of bytes is of some KV dtype; rows may have a format, and layers of a draft."""
+    plain = view_of(mha_pool())
+    views = [plain, replace(plain, dtype="float16:hnd"), replace(plain, packs_draft=True)]
+    others = [
+        MODEL,
+        msgspec.structs.replace(MODEL, kv_dtype="fp8_e5m2"),
+        msgspec.structs.replace(MODEL, draft_weights=""),
+    ]
+    flat = {flat_namespace(model, storage(), view, 64, "uint8") for model in others[:2] for view in views}
+    assert len(flat) == 6
+    assert flat_namespace(MODEL, storage(), views[2], 64, "uint8") not in {
+        flat_namespace(others[2], storage(), view, 64, "uint8") for view in views
+    }
+    assert flat_namespace(MODEL, storage(), view_of(logical_pool()), 64, "uint8").page_size == 64
+
+
+def test_only_the_heads_of_the_kv_pool_are_numbered() -> None:
+    """A sliding window may have more heads than the model says: one number would stand for two of them."""
+    config = storage(tp_size=2 * HEADS, tp_rank=1)
+    view = view_of(mha_pool("page_head", heads=1))
+    (kv,), (swa,) = (namespaces(MODEL, config, view, pool) for pool in ("kv", "swa"))
+    assert (kv.heads, kv.tp) == ((0, 1), (0, 1))
+    assert (swa.heads, swa.tp) == (None, (1, 2 * HEADS))
 
 
 @pytest.mark.parametrize("name", ["m" * 240, "a/b c/../ä", ".hidden", "..", "x\x00y"])
