@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.cli.kit import parsed, tutti
+from tutti_sglang.cli.app import VERBS
 
 
 def test_doctor_looks_at_this_machine_and_leaves_no_trace(disk: Path) -> None:
@@ -26,5 +27,5 @@ def test_doctor_looks_at_a_launch_line() -> None:
 
 
 def test_every_verb_has_help_with_an_example() -> None:
-    for verb in ("doctor", "inspect", "verify", "gc", "clear"):
-        assert f"Example: tutti {verb}" in tutti(verb, "--help").stdout
+    for verb in VERBS:
+        assert f"Example: tutti {verb.__name__}" in tutti(verb.__name__, "--help").stdout

@@ -3,7 +3,7 @@
 import typer
 
 import tutti_sglang
-from tutti_sglang.cli import bench, demo, doctor, inspect, maintain, top
+from tutti_sglang.cli import bench, demo, doctor, inspect, maintain, profile, top
 
 app = typer.Typer(
     name="tutti",
@@ -20,6 +20,7 @@ VERBS = (
     maintain.gc,
     maintain.clear,
     bench.bench,
+    profile.profile,
     top.top,
     demo.demo,
 )

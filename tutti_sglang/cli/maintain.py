@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from tutti_sglang.cli.console import FOUND, GOOD, Answer, answer, need_yes, progress
-from tutti_sglang.cli.options import Directories, IndexDir, Json, Settings, Yes, config_of
+from tutti_sglang.cli.options import Directories, IndexDir, Json, Settings, Yes, as_visitor, config_of
 from tutti_sglang.config import Config
 from tutti_sglang.errors import ConfigError, StoreError
 from tutti_sglang.store import ObjectStore
@@ -20,7 +20,6 @@ from tutti_sglang.units import format_size
 STAGING = 64 << 20
 """Bytes through which a verification reads: what it needs does not grow with the store."""
 
-_UNLIMITED = 1 << 60
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
@@ -31,10 +30,9 @@ NamespaceId = Annotated[
 
 @contextmanager
 def visit(config: Config) -> Iterator[tuple[ObjectStore, Survey]]:
-    """An existing store, open as one more of its processes. Without a limit of its own: whoever opens a store with a
-    smaller max_size than it has makes it smaller. StoreError."""
+    """An existing store, open as one more of its processes. StoreError."""
     found = survey(config)
-    store = ObjectStore(msgspec.structs.replace(config, max_size=_UNLIMITED, staging_size=STAGING))
+    store = ObjectStore(msgspec.structs.replace(as_visitor(config), staging_size=STAGING))
     try:
         yield store, found
     finally:

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from tutti_sglang.config import Config, load_config, names_storage, read_extra_config
+
+_UNLIMITED = 1 << 60
 
 Directories = Annotated[
     list[str] | None, typer.Option("--dir", "-d", help="A storage directory; once for each drive of the store.")
@@ -27,6 +30,12 @@ def config_if_any(directories: Sequence[str] | None, index_dir: str, settings: s
     """The same, or None where nobody says where the store is. ConfigError."""
     extra = _extra(directories, index_dir, settings)
     return load_config(extra).config if names_storage(extra) else None
+
+
+def as_visitor(config: Config) -> Config:
+    """To open a store beside its servers, without a limit of one's own: whoever opens a store with a smaller max_size
+    than it has makes it smaller."""
+    return msgspec.structs.replace(config, max_size=_UNLIMITED)
 
 
 def _extra(directories: Sequence[str] | None, index_dir: str, settings: str) -> dict[str, Any]:
