@@ -9,7 +9,7 @@ ENV     := $(CACHE)/env-$(KEY)
 BIN     := .venv/bin
 SOURCES := pyproject.toml $(wildcard setup.py) $(shell find kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help env serve test test-nvme check gpu bench docs clean
+.PHONY: help env serve test test-nvme check matrix gpu bench docs clean
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -21,6 +21,9 @@ test: .venv/ready  ## run all tests [TESTS="paths and pytest options"]
 
 check: .venv/ready  ## style, types and import rules only (they are part of `make test` too)
 	$(BIN)/python -m pytest tests/test_tidy.py
+
+matrix: .venv/ready  ## a real server for each row of docs/integration.md, and the page made anew [CASES="names of rows"]
+	$(BIN)/python -m tests.integration.matrix $(CASES)
 
 gpu:  ## tests and figures that need a CUDA device, from the source tree, without installation
 	$(PYTHON) -m pytest -m gpu tests/gpu && $(PYTHON) -m benchmarks.gio && $(PYTHON) -m benchmarks.pack

@@ -19,7 +19,7 @@ from tutti_sglang.integration.cpu_model import built_in_model
 from tutti_sglang.integration.cpu_server import cpu_environment, cpu_flags, write_site
 from tutti_sglang.integration.launch import die_with_parent
 
-START_SECONDS = 400.0
+START_SECONDS = 900.0
 REQUEST_SECONDS = 240.0
 STOP_SECONDS = 60.0
 

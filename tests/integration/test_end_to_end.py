@@ -1,14 +1,11 @@
 """Real SGLang servers on the CPU platform: what they computed once comes back from the disk, and nothing else does."""
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +16,7 @@ import pytest
 
 from tests.integration.recorder import VARIABLE, install, recorded
 from tests.integration.server import Launch, Reply, Server, Servers, hicache
+from tests.integration.stores import extra, objects, wait_for_objects
 from tutti_sglang.integration.cpu_model import Shape, built_in_model, write_model
 from tutti_sglang.integration.cpu_server import cpu_environment, cpu_flags, write_site
 
@@ -26,18 +24,11 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
 
 NAME = "one-name"
 KEY = "secret"
-STORE_SECONDS = 60.0
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 PROMPT = TEXT * 8
 ADMIN = ("--admin-api-key", KEY)
 SERVE = ("-c", "from sglang.cli.main import main; main()", "serve")
 """What the `sglang serve` script runs, wherever pip has put it."""
-
-
-def extra(store: Path, **more: Any) -> dict[str, Any]:
-    """Settings of a small store."""
-    sizes = {"max_size": "512MiB", "segment_size": "16MiB", "min_free_space": "64MiB", "staging_size": "64MiB"}
-    return {"storage_dirs": [str(store)], **sizes, **more}
 
 
 class World:
@@ -62,15 +53,11 @@ class World:
 
     def objects(self) -> int:
         """Objects in the index, read by another process than the server's."""
-        with contextlib.closing(sqlite3.connect(f"file:{self.store / 'index.db'}?mode=ro", uri=True)) as index:
-            return int(index.execute("SELECT count(*) FROM objects").fetchone()[0])
+        return objects(self.store)
 
     def wait_for_objects(self, count: int) -> None:
-        """Until so many are there; SGLang backs up behind the answer."""
-        deadline = time.monotonic() + STORE_SECONDS
-        while self.objects() < count:
-            assert time.monotonic() < deadline, f"{self.objects()} objects after {STORE_SECONDS} s, not {count}"
-            time.sleep(0.2)
+        """Until so many are there."""
+        wait_for_objects(self.store, count)
 
     def drop_page_cache(self) -> None:
         """Nothing of the store's files stays in memory."""
