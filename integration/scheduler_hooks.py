@@ -78,8 +78,11 @@ def _end(gate: Gate, step: Step, mark: DeviceMark | None) -> None:
 
 
 def prefill_of(batch: Any) -> tuple[int, float]:
-    """New tokens of a prefill, and how many tokens before its request's new ones each attends to on average."""
-    own, prefixes = batch.extend_lens, batch.prefix_lens
+    """New tokens of a prefill, and how many tokens before its request's new ones each attends to on average. 0 of one
+    that runs in parts: the time of a part says nothing."""
+    if batch.forward_mode is ForwardMode.SPLIT_PREFILL:
+        return 0, 0.0
+    own, prefixes = batch.extend_lens or (), batch.prefix_lens or ()
     new = sum(own)
     attended = sum(map(mul, own, prefixes)) + sum(map(mul, own, own)) / 2
     return new, max(0.0, attended / new - new / 2) if new else 0.0

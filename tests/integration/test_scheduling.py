@@ -14,7 +14,7 @@ from tutti_sglang.config import load_config
 from tutti_sglang.schedule.profiling import profile, saved_drives
 from tutti_sglang.schedule.slack import Saved
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
 
 SIZES = {"max_size": "1GiB", "segment_size": "16MiB", "min_free_space": "64MiB", "staging_size": "64MiB"}
 SLOW = 20_000
@@ -81,7 +81,7 @@ def test_what_pays_is_loaded_and_what_does_not_is_computed(servers: Servers, wor
         _twice(server, number, 300)
     first, again = _twice(server, 30, 2000)
     assert again.tokens == first.tokens
-    assert again.storage < 500
+    assert again.storage < again.prompt_tokens // 2  # a page that is only tried may be among them
     assert _metric(server, "tutti_declined_objects_total") > 0
     assert re.search(
         r"break-even of \w+: (recompute|part): \d+ pages: .* ms \(all of them .* ms, none .* ms\)", server.log_text()

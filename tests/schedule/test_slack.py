@@ -105,3 +105,25 @@ def test_loads_between_and_beyond_the_sizes_that_were_seen() -> None:
     assert curve.expected(1 << 22) == pytest.approx(1e-3 + (1 << 22) / 1e9, rel=0.05)
     assert curve.expected(1 << 28) == pytest.approx((1 << 28) / 1e9, rel=0.1)
     assert curve.expected(1 << 10) <= curve.expected(1 << 20)
+
+
+def test_drives_that_became_slow_at_one_size_are_slow_at_all() -> None:
+    curve = Curve()
+    for _ in range(9):
+        for power in (18, 20, 22, 24):
+            curve.observe(1 << power, (1 << power) / 1e9)
+    for _ in range(3):
+        curve.observe(1 << 20, 2.0)
+    assert curve.expected(1 << 24) == pytest.approx(32.0)
+    assert curve.expected(1 << 18) < 0.1  # of smaller ones it says nothing
+
+
+def test_drives_that_became_fast_at_one_size_are_fast_at_smaller_ones() -> None:
+    curve = Curve()
+    for _ in range(9):
+        for power in (18, 20, 22):
+            curve.observe(1 << power, 10.0 + power)
+    for _ in range(3):
+        curve.observe(1 << 22, 0.01)
+    assert curve.expected(1 << 18) <= 0.01
+    assert curve.expected(1 << 24) == pytest.approx(0.04)

@@ -18,6 +18,9 @@ VERSION = 1
 SAMPLES = 9
 """Of a cell, the latest are kept: a machine that changed is believed after five."""
 
+LATEST = 5
+"""Likewise of loads: three are believed."""
+
 FEW, SHAPES = 6, 3
 """Samples in all, and cells, below which nothing is claimed."""
 
@@ -208,6 +211,8 @@ def _solve(columns: _Array) -> _Array:
 
 class Curve:
     """Seconds to load so many bytes, from the loads that were seen: the median of the latest in each octave of size.
+    Where a small load now takes longer than a large one did, or a large one less than a small one did, the older figure
+    is out of date and is forgotten.
 
     Thread safe enough: one adds, others ask."""
 
@@ -217,9 +222,17 @@ class Curve:
 
     def observe(self, nbytes: float, seconds: float) -> None:
         """A load of `nbytes` took so long."""
-        if nbytes > 0 and seconds > 0:
-            self._seen.setdefault(round(math.log2(nbytes)), deque(maxlen=SAMPLES)).append((nbytes, seconds))
-            self.count += 1
+        if nbytes <= 0 or seconds <= 0:
+            return
+        octave = round(math.log2(nbytes))
+        samples = self._seen.setdefault(octave, deque(maxlen=LATEST))
+        samples.append((nbytes, seconds))
+        self.count += 1
+        _, now = _middle(list(samples))
+        for other in [each for each in self._seen if each != octave]:
+            _, then = _middle(list(self._seen[other]))
+            if (then < now) == (other > octave) and then != now:
+                del self._seen[other]
 
     def expected(self, nbytes: float) -> float:
         """Seconds for `nbytes`: between sizes that were seen by a straight line, beyond them by the nearest speed; 0 of
