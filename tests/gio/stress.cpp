@@ -12,6 +12,7 @@
 #include <random>
 #include <string>
 
+#include "controller.hpp"
 #include "twin.hpp"
 
 using namespace tutti::gio;
