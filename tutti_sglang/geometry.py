@@ -111,6 +111,14 @@ class Geometry:
         seen = [self.cycle[:position].count(drive) for position, drive in enumerate(self.cycle)]
         return np.array(seen, dtype=np.int64) * self.position_size
 
+    @cached_property
+    def packed(self) -> npt.NDArray[np.uint64]:
+        """What `locate` needs, for kernels/host/objects.cpp: G, C, T, bytes of a period, 1 where the position depends
+        on the tensor; then (C,) cycle, (C,) bases, (C, T) table and (T,) strides."""
+        head = [self.group, len(self.cycle), len(self.tensors), self.period_size, self.stripe is Stripe.TENSOR]
+        parts = (head, self.cycle, self._bases, self._table.ravel(), self.strides)
+        return np.concatenate([np.asarray(part, dtype=np.uint64) for part in parts])
+
     def file_size(self, drive: int) -> int:
         """Bytes of the segment's file on `drive`; 0 when the drive is not in the cycle."""
         return self.cycle.count(drive) * self.position_size

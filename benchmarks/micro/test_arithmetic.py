@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from tutti_sglang.engine.batch import IoClass, Operation
+from tutti_sglang.engine.packed import native_plan
+from tutti_sglang.engine.plan import Objects, object_addresses, plan
 from tutti_sglang.engine.transfers import coalesce, malformed
 from tutti_sglang.geometry import Geometry, group_size
+from tutti_sglang.kernels import native
 from tutti_sglang.layout import Order, PageMap, pages_of
-from tutti_sglang.store.plan import object_addresses, plan
 
 PAGES, LAYERS, TENSOR = 128, 32, 32 << 10
 TENSORS = (TENSOR,) * 2 * LAYERS
@@ -35,16 +37,22 @@ def test_locate_a_batch_of_slots(benchmark: Any, geometry: Geometry) -> None:
     assert drives.shape == (PAGES, len(TENSORS))
 
 
-def test_plan_a_batch_of_objects(benchmark: Any, geometry: Geometry) -> None:
-    slots = np.arange(PAGES, dtype=np.int64)
+def objects(geometry: Geometry) -> tuple[Objects, Any]:
+    numbers = np.arange(PAGES, dtype=np.int64)
+    every = np.arange(len(TENSORS))
     base = object_addresses(1 << 40, PAGES, geometry.object_size)
-    made = benchmark(plan, {0: geometry}, slots, base, Operation.READ, IoClass.DEMAND)
-    assert len(made.batch) == PAGES * len(TENSORS)
+    return Objects(np.array([0]), (geometry,), np.zeros_like(numbers), numbers, every), base
+
+
+@pytest.mark.parametrize("how", [plan, native_plan])
+def test_plan_a_batch_of_objects(benchmark: Any, geometry: Geometry, how: Any) -> None:
+    if how is native_plan and native.library() is None:
+        pytest.skip(native.unavailable_reason())
+    batch = benchmark(how, *objects(geometry), Operation.READ, IoClass.DEMAND)
+    assert len(batch) == PAGES * len(TENSORS)
 
 
 def test_coalesce_a_batch_of_ioctx(benchmark: Any, geometry: Geometry) -> None:
-    slots = np.arange(PAGES, dtype=np.int64)
-    base = object_addresses(1 << 40, PAGES, geometry.object_size)
-    batch = plan({0: geometry}, slots, base, Operation.READ, IoClass.DEMAND).batch
+    batch = plan(*objects(geometry), Operation.READ, IoClass.DEMAND)
     transfers = benchmark(lambda: coalesce(batch, malformed(batch, SEGMENT), SEGMENT, 1 << 20))
     assert transfers[-1].last == len(batch)

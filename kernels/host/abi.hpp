@@ -7,7 +7,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 /// Raised with every change of a signature or structure below; kernels/native.py refuses another number.
-constexpr std::uint32_t kAbi = 4;
+constexpr std::uint32_t kAbi = 5;
 
 TUTTI_API std::uint32_t tutti_abi() noexcept;
 
@@ -42,22 +42,41 @@ struct tutti_options {
     const tutti_faults *faults;                   // null: none
 };
 
-/// A read of many objects through little staging. Piece i lies where piece i - lanes lay before.
-struct tutti_fetch {
-    const tutti_ioctx *contexts;          // (m,) piece after piece
-    const std::uint32_t *owner;           // (m,) the object of each
-    const std::uint32_t *piece_contexts;  // (pieces + 1,) where the contexts of each piece start, and m
-    const std::uint32_t *piece_objects;   // (pieces + 1,) where its objects start, and n
-    const std::uint64_t *dst, *src;       // (n, tensors) rows, and where they lie in staging
-    const std::uint64_t *sizes;           // (tensors,)
-    std::uint64_t tensors, pieces, lanes;
+/// Objects by where they lie: n slots of k segments, all with the same tensors.
+struct tutti_objects {
+    const std::uint64_t *numbers;      // (n,) slot in its segment
+    const std::uint32_t *places;       // (n,) which of the segments
+    const std::uint64_t *segments;     // (k,) their numbers
+    const std::uint64_t *const *maps;  // (k,) Geometry.packed of each
+    const std::uint32_t *tensors;      // (t,) those to move, ascending; in staging they follow one another
+    std::uint64_t count, tensor_count;
+};
+
+/// What became of I/O contexts.
+struct tutti_moved {
+    tutti_ioctx *failed;           // room for all; those that did not move whole, with their results
+    std::uint64_t failed_count;
+    std::uint64_t *counts, *bytes; // by drive ordinal: contexts that were submitted, and their bytes; added to
+};
+
+/// A read of many objects through little staging: piece i lies where piece i - lane_count lay before.
+struct tutti_read {
+    tutti_objects objects;
+    const std::uint64_t *rows;   // (n, t) where the tensors are to be copied
+    const std::uint64_t *sizes;  // (t,) bytes of each
+    const std::uint64_t *roots;  // (n,) what XXH3-64 of an object's row of checksums must be; null: do not compare
+    const std::uint64_t *lanes;  // (lane_count,) addresses of `step` objects each
+    std::uint64_t lane_count, step;
     std::int64_t deadline;
     std::uint32_t klass;
-    std::int32_t *results;      // (m,) of each context; -ETIMEDOUT where its piece never started
-    std::uint64_t *sums;        // (n, tensors) of the copied objects; null: do not sum
-    std::uint8_t *copied;       // (n,) 1: the object is in its rows
-    struct tutti_ticket **open; // (lanes,) null but for pieces whose memory the drives still own: their tickets
+    std::uint8_t *states;         // (n,) tutti_state
+    tutti_moved moved;
+    struct tutti_ticket **open;   // (lane_count,) null but for pieces whose memory the drives still own: their tickets
+    std::uint32_t *open_contexts; // (lane_count,) how many contexts these have
 };
+
+/// Of an object that was to be read: never asked for, in its rows, there with another root, or with contexts among the failed.
+enum tutti_state : std::uint8_t { kNever, kWhole, kAltered, kFailed };
 
 struct tutti_counters {
     std::uint64_t contexts, transfers, bytes, resumed, retried;
@@ -85,8 +104,17 @@ TUTTI_API tutti_ticket *tutti_engine_submit(tutti_engine *engine, const tutti_io
                                             std::int64_t deadline) noexcept;
 /// Results to `out` (n,). 1 when all are final.
 TUTTI_API int tutti_engine_wait(tutti_engine *engine, tutti_ticket *ticket, std::int64_t timeout, std::int32_t *out) noexcept;
-/// Submit, wait and copy, all of it. `copied` and `open` are zeroed by the caller.
-TUTTI_API void tutti_engine_fetch(tutti_engine *engine, const tutti_fetch *fetch) noexcept;
+/// Plan, submit, wait, copy and compare, all of it. `open` is zeroed by the caller.
+TUTTI_API void tutti_engine_read(tutti_engine *engine, tutti_read *read) noexcept;
+/// Plan and submit the tensors of objects that lie at (n,) `base` in staging; their contexts have the number of the object as tag.
+/// Null after close.
+TUTTI_API tutti_ticket *tutti_engine_launch(tutti_engine *engine, const tutti_objects *objects, const std::uint64_t *base,
+                                            unsigned operation, unsigned klass, std::int64_t deadline) noexcept;
+/// As wait, but tells only what failed. 1 when all are final.
+TUTTI_API int tutti_engine_land(tutti_engine *engine, tutti_ticket *ticket, std::int64_t timeout, tutti_moved *moved) noexcept;
+/// The contexts that `launch` submits, to `out` (n * t,); result: their number.
+TUTTI_API std::uint64_t tutti_plan(const tutti_objects *objects, const std::uint64_t *base, std::uint64_t segment_size,
+                                   unsigned operation, unsigned klass, tutti_ioctx *out) noexcept;
 /// As wait, without waiting.
 TUTTI_API int tutti_engine_poll(tutti_engine *engine, tutti_ticket *ticket, std::int32_t *out) noexcept;
 TUTTI_API int tutti_ticket_done(tutti_ticket *ticket) noexcept;

@@ -47,7 +47,7 @@ Batch::Batch(std::span<const tutti_ioctx> contexts, unsigned klass, std::int64_t
     for (std::uint32_t index = 0; index < contexts.size(); ++index) {
         const auto &c = contexts[index];
         const std::uint32_t pieces = c.length ? (c.length - 1) / max_io + 1 : 1;
-        items[count[c.drive]++] = {c.address, c.offset, c.length, index, pieces, 0, c.operation, false};
+        items[count[c.drive]++] = {c.address, c.offset, c.length, index, pieces, 0, c.tag, c.operation, false};
     }
     if (contexts.empty()) done_ = 1;
 }
@@ -81,6 +81,22 @@ bool Batch::results(std::int32_t *out) const {
         out[i] = std::atomic_ref(results_[i]).load(std::memory_order_acquire);
         final = final && out[i] != -EINPROGRESS;
     }
+    return final;
+}
+
+bool Batch::account(tutti_moved &moved) const {
+    bool final = true;
+    for (const auto &part : parts)
+        for (std::uint32_t at = part.begin; at < part.end; ++at) {
+            const Item &item = items[at];
+            ++moved.counts[part.drive];
+            moved.bytes[part.drive] += item.length;
+            const std::int32_t result = std::atomic_ref(results_[item.index]).load(std::memory_order_acquire);
+            if (result == static_cast<std::int32_t>(item.length)) continue;
+            final = final && result != -EINPROGRESS;
+            moved.failed[moved.failed_count++] = {item.address, item.offset, item.length, result, part.drive, item.operation,
+                                                  static_cast<std::uint8_t>(klass), item.tag};
+        }
     return final;
 }
 

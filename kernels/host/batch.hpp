@@ -22,6 +22,7 @@ class Batch {
         std::uint32_t index;   // place in the caller's array
         std::uint32_t pieces;  // transfers that have not ended: more than one where length > max_io
         std::int32_t error;    // of a piece, or 0
+        std::uint32_t tag;     // the caller's own
         std::uint8_t operation;
         bool ended;  // nothing more of it starts
     };
@@ -43,6 +44,9 @@ class Batch {
 
     /// (n,) bytes, -errno or -EINPROGRESS, in the caller's order. True when all are final.
     bool results(std::int32_t *out) const;
+
+    /// Add to `moved`: its contexts and bytes by drive, and those contexts that are not moved whole. True when all are final.
+    bool account(tutti_moved &moved) const;
 
     const unsigned klass;
     const std::int64_t deadline_ns;

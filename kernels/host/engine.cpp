@@ -2,54 +2,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <map>
-#include <mutex>
 
-#include "drive.hpp"
+#include "engine.hpp"
 #include "ring.hpp"
 
 using namespace tutti;
-
-struct tutti_ticket {
-    std::shared_ptr<Batch> batch;
-};
-
-struct tutti_engine {
-    explicit tutti_engine(const tutti_options &given) : options(given), refused(given.pool ? ECANCELED : tutti_uring_probe()) {}
-
-    std::shared_ptr<Drive> find(std::uint16_t drive) {
-        std::lock_guard lock(mutex);
-        const auto found = drives.find(drive);
-        return found == drives.end() ? nullptr : found->second;
-    }
-
-    /// With the lock: the drive, opened at first use; null when there is no thread to be had. A single drive may fall back, when its
-    /// ring finds no more memory or descriptors.
-    std::shared_ptr<Drive> open(std::uint16_t drive) {
-        if (const auto found = drives.find(drive); found != drives.end()) return found->second;
-        std::shared_ptr<Drive> opened;
-        if (!refused) opened = open_uring_drive(drive, options, refused);
-        if (!opened) opened = open_pool_drive(drive, options);
-        if (opened) drives.emplace(drive, opened);
-        return opened;
-    }
-
-    std::map<std::uint16_t, std::shared_ptr<Drive>> all() {
-        std::lock_guard lock(mutex);
-        return drives;
-    }
-
-    void drop(const Batch &batch, std::int32_t error) {
-        for (const auto &part : batch.parts)
-            if (const auto drive = find(part.drive)) drive->queue.drop(&batch, error);
-    }
-
-    const tutti_options options;
-    std::mutex mutex, closing;
-    std::map<std::uint16_t, std::shared_ptr<Drive>> drives;
-    int refused;
-    bool closed = false;
-};
 
 namespace {
 
@@ -60,6 +17,16 @@ std::int64_t after(std::int64_t timeout) {
 }
 
 }  // namespace
+
+bool tutti::wait_for(tutti_engine *engine, Batch &batch, std::int64_t timeout) {
+    const std::int64_t until = after(timeout);
+    // A queue looks at a deadline when it starts something; on a drive that does not answer it starts nothing, so the waiter looks too.
+    if (!batch.wait(std::min(until, batch.deadline_ns)) && now_ns() >= batch.deadline_ns) {
+        engine->drop(batch, -ETIMEDOUT);
+        batch.wait(until);
+    }
+    return batch.done();
+}
 
 int tutti_uring_probe() noexcept {
     int error = 0;
@@ -113,14 +80,8 @@ tutti_ticket *tutti_engine_submit(tutti_engine *engine, const tutti_ioctx *conte
 }
 
 int tutti_engine_wait(tutti_engine *engine, tutti_ticket *ticket, std::int64_t timeout, std::int32_t *out) noexcept {
-    Batch &batch = *ticket->batch;
-    const std::int64_t until = after(timeout);
-    // A queue looks at a deadline when it starts something; on a drive that does not answer it starts nothing, so the waiter looks too.
-    if (!batch.wait(std::min(until, batch.deadline_ns)) && now_ns() >= batch.deadline_ns) {
-        engine->drop(batch, -ETIMEDOUT);
-        batch.wait(until);
-    }
-    return batch.results(out);
+    wait_for(engine, *ticket->batch, timeout);
+    return ticket->batch->results(out);
 }
 
 int tutti_engine_poll(tutti_engine *engine, tutti_ticket *ticket, std::int32_t *out) noexcept {

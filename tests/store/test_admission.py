@@ -11,7 +11,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tutti_sglang.config import Config
-from tutti_sglang.engine.batch import IOCTX_DTYPE
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import admission
 from tutti_sglang.store.admission import Admission, Seen
@@ -74,15 +73,9 @@ def _admission(index: Index, **changes: Any) -> Admission:
     return Admission(Config(storage_dirs=("/x",), **changes), index)
 
 
-def _batch(**nbytes: int) -> Any:
-    batch = np.zeros(len(nbytes), IOCTX_DTYPE)
-    batch["drive"], batch["length"] = [int(name[1:]) for name in nbytes], list(nbytes.values())
-    return batch
-
-
 def test_all_is_admitted_without_a_limit(index: Index) -> None:
     gate, keys = _admission(index), secrets.token_bytes(5 * KEY_SIZE)
-    gate.wrote(_batch(d0=1 << 30))
+    gate.wrote(np.array([1 << 30, 0], np.uint64))
     gate.flush()
     assert gate.admit(keys).all()
     assert index.count_written(admission.day(), {}) == {0: 1 << 30}, "wear is counted all the same"
@@ -100,13 +93,13 @@ def test_the_budget_of_a_drive_is_that_of_all_processes_and_of_a_day(
     monkeypatch.setattr(admission, "day", lambda: today)
     first, second = (_admission(index, daily_write_budget=1000) for _ in range(2))
     keys = secrets.token_bytes(KEY_SIZE)
-    assert first.wrote(_batch(d0=300, d1=700)) == {0: 300, 1: 700}
+    first.wrote(np.array([300, 700], np.uint64))
     first.flush()
     assert first.admit(keys).all()
-    second.wrote(_batch(d1=299))
+    second.wrote(np.array([0, 299], np.uint64))
     second.flush()
     assert second.admit(keys).all()
-    second.wrote(_batch(d1=1))
+    second.wrote(np.array([0, 1], np.uint64))
     assert not second.admit(keys).any(), "what it has not told the others counts too"
     second.flush()
     assert first.admit(keys).all(), "it does not know yet"
@@ -119,12 +112,12 @@ def test_the_budget_of_a_drive_is_that_of_all_processes_and_of_a_day(
 
 def test_nothing_is_counted_twice_when_the_index_was_busy(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = _admission(index, daily_write_budget=1000)
-    gate.wrote(_batch(d0=400))
+    gate.wrote(np.array([400, 0], np.uint64))
     with monkeypatch.context() as patch:
         patch.setattr(index, "count_written", lambda *_: (_ for _ in ()).throw(OSError("busy")))
         with pytest.raises(OSError, match="busy"):
             gate.flush()
-    gate.wrote(_batch(d0=100))
+    gate.wrote(np.array([100, 0], np.uint64))
     gate.flush()
     gate.flush()
     assert index.count_written(admission.day(), {}) == {0: 500}

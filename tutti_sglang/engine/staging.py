@@ -137,6 +137,15 @@ class Staging:
             self._return(extent)
         self._sweep()
 
+    def split(self, extent: Extent, nbytes: int) -> list[Extent]:
+        """`extent` in pieces of `nbytes`, a multiple of 4 KiB, the last one what is left; each goes back by itself."""
+        starts = range(0, extent.size, nbytes)
+        parts = [Extent(extent.address + at, min(nbytes, extent.size - at)) for at in starts]
+        with self._lock:
+            assert self._held.pop(extent.address, None) == extent.size
+            self._held.update((part.address, part.size) for part in parts)
+        return parts
+
     def quarantine(self, extent: Extent, engine: Engine, ticket: Ticket) -> None:
         """Release `extent` as soon as `engine` has answered all of `ticket`; until then a drive may write into it."""
         with self._lock:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang.engine.batch import IN_PROGRESS, IOCTX_DTYPE, Batch, IoClass, Results, Ticket
-from tutti_sglang.engine.fetch import Fetch, Fetched
+from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Results, Ticket
 from tutti_sglang.engine.home import Home
+from tutti_sglang.engine.moving import Got, Move, Moved, Read
+from tutti_sglang.engine.packed import MovedRoom, PackedObjects, PackedRead
 from tutti_sglang.errors import EngineError
 from tutti_sglang.kernels import native
 
@@ -71,19 +72,6 @@ class _Options(ctypes.Structure):
     )
 
 
-class _Fetch(ctypes.Structure):
-    """`struct tutti_fetch`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("contexts", "owner", "piece_contexts", "piece_objects")),
-        *((name, ctypes.c_void_p) for name in ("dst", "src", "sizes")),
-        *((name, ctypes.c_uint64) for name in ("tensors", "pieces", "lanes")),
-        ("deadline", ctypes.c_int64),
-        ("klass", ctypes.c_uint32),
-        *((name, ctypes.c_void_p) for name in ("results", "sums", "copied", "open")),
-    )
-
-
 def uring_refused() -> str:
     """Why io_uring cannot be used in this process, found by trying; empty when it can, or without a library to try."""
     library = native.library()
@@ -91,11 +79,13 @@ def uring_refused() -> str:
 
 
 class _NativeTicket(Ticket):
-    """A batch that the library owns; it forgets it when the last one who could ask is gone."""
+    """A batch that the library owns; it forgets it when the last one who could ask is gone. Of a batch that the library
+    planned, `batch` has the length alone; `drives`: one more than the highest ordinal in it."""
 
     def __init__(self, batch: Batch, handle: int, hold: Any, engine: "UringEngine") -> None:
         super().__init__(batch)
         self.handle, self.hold, self.engine = handle, hold, engine
+        self.drives = 0
 
     def __del__(self) -> None:
         if self.engine.here():
@@ -196,32 +186,43 @@ class UringEngine:
             self._sweep()
         return results
 
-    def fetch(self, request: Fetch) -> Fetched:
-        """As engine.fetch.fetch, in one foreign call."""
+    def read(self, request: Read) -> Got:
+        """As engine.moving.read, in one foreign call."""
         self._check()
-        batch, target, source = map(np.ascontiguousarray, (request.batch, request.target, request.source))
-        places = [np.ascontiguousarray(each, np.uint32) for each in (request.owner, request.contexts, request.objects)]
-        sizes = np.ascontiguousarray(request.sizes, np.uint64)
-        assert batch.dtype == IOCTX_DTYPE
-        assert target.dtype == source.dtype == np.uint64
-        assert target.shape == source.shape == (places[2][-1], len(sizes))
-        assert len(batch) == len(places[0]) == places[1][-1]
-        assert len(places[1]) == len(places[2])
-        results = np.empty(len(batch), dtype=np.int32)
-        sums = np.zeros(target.shape, dtype=np.uint64)
-        copied = np.zeros(len(target), dtype=np.bool_)
-        handles = np.zeros(request.lanes, dtype=np.uint64)
         self._sweep()
-        call = _Fetch(
-            *(each.ctypes.data for each in (batch, *places, target, source, sizes)),
-            *(len(sizes), len(places[1]) - 1, request.lanes, _nanoseconds(request.deadline), request.klass),
-            *(results.ctypes.data, sums.ctypes.data if request.sums else None, copied.ctypes.data, handles.ctypes.data),
+        call = PackedRead(request, _nanoseconds(request.deadline))
+        self.library.tutti_engine_read(self._handle, call.address)
+        still_open: dict[int, Ticket] = {
+            lane: self._keep(np.zeros(call.counts[lane], IOCTX_DTYPE), int(call.handles[lane]), request.hold)
+            for lane in np.flatnonzero(call.handles).tolist()
+        }
+        return Got(call.states, call.moved(), still_open)
+
+    def launch(self, move: Move) -> Ticket:
+        """As engine.moving.launch, in one foreign call."""
+        self._check()
+        self._sweep()
+        packed, base = PackedObjects(move.objects), np.ascontiguousarray(move.base)
+        assert base.dtype == np.uint64
+        handle = self.library.tutti_engine_launch(
+            *(self._handle, packed.address, base.ctypes.data),
+            *(move.operation, move.klass, _nanoseconds(move.deadline)),
         )
-        self.library.tutti_engine_fetch(self._handle, ctypes.addressof(call))
-        still_open = []
-        for lane in np.flatnonzero(handles).tolist():
-            still_open.append(self._keep(_open_piece(request, results, lane), int(handles[lane]), request.hold))
-        return Fetched(results, copied, sums, still_open)
+        if not handle:
+            raise EngineError("The I/O engine is closed")
+        ticket = self._keep(np.zeros(packed.contexts, IOCTX_DTYPE), handle, move.hold)
+        ticket.drives = move.objects.drives
+        return ticket
+
+    def land(self, ticket: Ticket, timeout: float) -> Moved:
+        """As engine.moving.land, in one foreign call."""
+        self._home.check()
+        assert isinstance(ticket, _NativeTicket)
+        room = MovedRoom(len(ticket.batch), ticket.drives)
+        if self.library.tutti_engine_land(self._handle, ticket.handle, _nanoseconds(timeout), room.address):
+            self._forget(ticket)
+            self._sweep()
+        return room.moved()
 
     def cancel(self, ticket: Ticket) -> None:
         """As Engine.cancel."""
@@ -249,7 +250,7 @@ class UringEngine:
             _orphans.extend(ticket.hold for ticket in self._live.values())
         self.library.tutti_engine_free(self._handle)
 
-    def _keep(self, batch: Batch, handle: int, hold: Any) -> Ticket:
+    def _keep(self, batch: Batch, handle: int, hold: Any) -> _NativeTicket:
         ticket = _NativeTicket(batch, handle, hold, self)
         self._live[ticket.serial] = ticket
         return ticket
@@ -268,15 +269,6 @@ class UringEngine:
         self._home.check()
         if self._closed:
             raise EngineError("The I/O engine is closed")
-
-
-def _open_piece(request: Fetch, results: Results, lane: int) -> Batch:
-    """The reads of the one piece of this lane that has not ended."""
-    for piece in range(lane, len(request.contexts) - 1, request.lanes):
-        reads = slice(*request.contexts[piece : piece + 2].tolist())
-        if (results[reads] == IN_PROGRESS).any():
-            return request.batch[reads]
-    raise AssertionError("a ticket without a read under way")
 
 
 def _nanoseconds(seconds: float) -> int:

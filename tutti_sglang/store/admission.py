@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.config import Config
-from tutti_sglang.engine.batch import Batch
 from tutti_sglang.store.index import Index
 from tutti_sglang.store.keys import KEY_SIZE
 
@@ -60,15 +59,11 @@ class Admission:
             known = np.ones(len(keys) // KEY_SIZE, dtype=np.bool_) if self._seen is None else self._seen.again(keys)
             return np.zeros_like(known) if self._spent() else known
 
-    def wrote(self, batch: Batch) -> dict[int, int]:
-        """Count writes that a drive was asked for, whatever became of them: it wore. Bytes by drive."""
-        drives, which = np.unique(batch["drive"], return_inverse=True)
-        sums = np.bincount(which, weights=batch["length"], minlength=len(drives))
-        written = dict(zip(drives.tolist(), sums.astype(np.int64).tolist(), strict=True))
+    def wrote(self, nbytes: npt.NDArray[np.uint64]) -> None:
+        """Count the bytes (drives,) that the drives were asked to write, whatever became of them: they wore."""
         with self._lock:
-            for drive, nbytes in written.items():
-                self._unsaid[drive] = self._unsaid.get(drive, 0) + nbytes
-        return written
+            for drive in np.flatnonzero(nbytes).tolist():
+                self._unsaid[drive] = self._unsaid.get(drive, 0) + int(nbytes[drive])
 
     def flush(self) -> None:
         """Add to the store's count, and learn what all processes wrote today. StoreError, then it is added later."""

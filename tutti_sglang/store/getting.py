@@ -8,17 +8,21 @@ import numpy.typing as npt
 from tutti_sglang import memory
 from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.batch import IoClass
+from tutti_sglang.engine.plan import tensor_addresses
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.keys import marks, some, split
 from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, LATE, PERMANENT, UNANSWERED, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.plan import tensor_addresses
 from tutti_sglang.store.reader import Reader, Request
+from tutti_sglang.store.remembered import Remembered
 from tutti_sglang.store.sight import Flags, Sight, look
 from tutti_sglang.store.slots import Slots, segments_of
 from tutti_sglang.store.space import Space
 
 Which = npt.NDArray[np.int64]
+When = tuple[float, IoClass]
+"""Deadline and class."""
+
 _REASONS = {CORRUPT: "checksum", CHANGED: "changed", EXPIRED: "grace", LATE: "deadline", UNANSWERED: "deadline"}
 _NOT_THE_OBJECT = frozenset([CHANGED, EXPIRED, LATE])
 
@@ -29,6 +33,7 @@ class Getter:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._reader = Reader(parts, parts.verifying)
+        self._remembered = Remembered()
 
     def get(self, space: Space, keys: bytes, rows: Addresses, deadline: float, klass: IoClass) -> Flags:
         """(n,) whether the object's bytes are in its rows; rows of the others hold anything. StoreError, OSError."""
@@ -42,13 +47,51 @@ class Getter:
                 good[entered.which] = True
         finally:
             self._parts.accepted.leave(entered)
-        rest = np.flatnonzero(~good)
-        if len(rest):
-            good[rest] = self._from_drives(space, some(keys, rest), rows[rest], deadline, klass)
+        when = deadline, klass
+        for way in (self._at_once, self._from_drives):
+            rest = np.flatnonzero(~good)
+            if len(rest) == len(good):
+                good = way(space, keys, rows, when)
+            elif len(rest):
+                good[rest] = way(space, some(keys, rest), rows[rest], when)
         self._count(space, good, len(entered.which))
         return good
 
-    def _from_drives(self, space: Space, keys: bytes, rows: Addresses, deadline: float, klass: IoClass) -> Flags:
+    def expect(self, space: Space, keys: bytes) -> None:
+        """A lookup that gets may follow."""
+        if self._parts.verifying:
+            self._remembered.expect(space.id, keys)
+
+    def forget(self) -> None:
+        """What was remembered: it was removed."""
+        self._remembered.forget()
+
+    def _at_once(self, space: Space, keys: bytes, rows: Addresses, when: When) -> Flags:
+        """(n,) whether the object is in its rows, where the look of a moment ago saw it.
+
+        Nothing keeps its slot from being reused meanwhile, and nobody looks again. It is the checksum that says so: the
+        root is bound to namespace and key, so bytes that have it are those that were put. Whatever has another root is
+        asked for again, by the book.
+        """
+        good = np.zeros(len(rows), dtype=np.bool_)
+        sight = self._recall(space, keys)
+        if sight is None or not sight.readable.any():
+            return good
+        which = np.flatnonzero(sight.readable)
+        roots = sight.records["root"][which] ^ marks(space.id, some(keys, which))
+        good[which] = self._read(space, sight.slots[which], roots, rows[which], when) == GOOD
+        self._parts.hits.hit(space, sight.slots[good])
+        return good
+
+    def _recall(self, space: Space, keys: bytes) -> Sight | None:
+        """What is remembered of these keys; a look, once for many batches, where they belong to a request."""
+        sight = self._remembered.recall(space.id, keys)
+        if sight is None and (stretch := self._remembered.stretch(space.id, keys)):
+            self._remembered.add(space.id, stretch, look(self._parts, space, stretch))
+            sight = self._remembered.recall(space.id, keys)
+        return sight
+
+    def _from_drives(self, space: Space, keys: bytes, rows: Addresses, when: When) -> Flags:
         parts, grace = self._parts, self._parts.config.grace_seconds
         with parts.owners.reading(parts.index.last_epoch, grace) as read:
             first = look(parts, space, keys)
@@ -56,7 +99,7 @@ class Getter:
             found = np.full(len(first.records), GOOD, dtype=np.int32)
             if len(which):
                 roots = first.records["root"][which] ^ marks(space.id, some(keys, which))
-                found[which] = self._read(space, first.slots[which], roots, rows[which], (deadline, klass))
+                found[which] = self._read(space, first.slots[which], roots, rows[which], when)
                 # A slot may have been given to another object between the look and the read.
                 second = parts.index.lookup(space.id, keys).records
                 found[which[second[which] != first.records[which]]] = CHANGED
@@ -67,7 +110,7 @@ class Getter:
         parts.hits.hit(space, first.slots[good])
         return good
 
-    def _read(self, space: Space, slots: Slots, roots: Sums, rows: Addresses, when: tuple[float, IoClass]) -> Codes:
+    def _read(self, space: Space, slots: Slots, roots: Sums, rows: Addresses, when: When) -> Codes:
         found, (deadline, klass) = np.full(len(slots), UNOPENED, dtype=np.int32), when
         with self._parts.segments.use(np.unique(segments_of(slots)).tolist(), until=deadline) as geometries:
             opened = np.flatnonzero(np.isin(segments_of(slots), list(geometries)))

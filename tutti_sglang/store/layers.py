@@ -12,32 +12,17 @@ import numpy.typing as npt
 
 from tutti_sglang import checksum, memory
 from tutti_sglang.engine.batch import IoClass
-from tutti_sglang.geometry import Geometry
+from tutti_sglang.engine.plan import tensor_addresses
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.keys import marks, some, split
 from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.plan import tensor_addresses
 from tutti_sglang.store.reader import Reader, Request
 from tutti_sglang.store.sight import Flags, Sight, look
 from tutti_sglang.store.slots import numbers_of, segments_of
 from tutti_sglang.store.space import Space
 
 Judge = Callable[[Space, bytes, Sight, Codes], None]
-
-
-class Part:
-    """Some tensors of the objects of a segment, in the place of its geometry."""
-
-    def __init__(self, geometry: Geometry, tensors: slice) -> None:
-        self._geometry, self._tensors = geometry, tensors
-        self.segment_size = geometry.segment_size
-        self.strides = geometry.strides[tensors]
-
-    def locate(self, slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]:
-        """(n,) slots → (n, t) drive ordinals and offsets."""
-        drives, offsets = self._geometry.locate(slots)
-        return drives[:, self._tensors], offsets[:, self._tensors]
 
 
 class LayerReads:
@@ -94,13 +79,14 @@ class LayerReads:
         there = np.flatnonzero(self.found & ~self._accepted.any(axis=1))
         if len(there):
             request = Request(
-                Space(self._space.id, tuple(sizes.tolist())),
+                self._space,
                 self._sight.slots[there],
                 checksum.roots(self._sums[there][:, tensors]),
                 rows[there],
-                {number: Part(geometry, tensors) for number, geometry in self._geometries.items()},
+                self._geometries,
                 klass,
                 deadline,
+                np.arange(len(self._space.sizes))[tensors],
             )
             codes = self._reader.read(request)
             for code in np.unique(codes[codes != GOOD]).tolist():

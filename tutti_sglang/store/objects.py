@@ -159,6 +159,7 @@ class ObjectStore:
             accepted = self._parts.accepted.contains(ns, split(keys)) if len(self._parts.accepted) else False
             sight = spot(self._parts, space, keys)
             self._parts.pins.pin(sight.slots[sight.claimed])
+            self._getter.expect(space, keys)
             found = accepted | sight.claimed
             there = int(found.sum())
             self._parts.metrics.add("tutti_lookup_objects", there, outcome="found")
@@ -209,6 +210,7 @@ class ObjectStore:
 
         def act() -> int:
             until = time.monotonic() + CLEAR_SECONDS
+            self._getter.forget()
             with self._publisher.commit:
                 gone = self._parts.accepted.clear(ns)
             while True:

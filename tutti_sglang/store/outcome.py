@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.engine.batch import IN_PROGRESS, Operation, Results
+from tutti_sglang.engine.moving import Moved
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store.drives import Drive
 from tutti_sglang.store.health import Health
-from tutti_sglang.store.plan import Plan
 from tutti_sglang.store.report import Reporter
 
 GOOD = 0
@@ -41,13 +41,13 @@ Codes = npt.NDArray[np.int32]
 """(n,) GOOD or an errno per object."""
 
 
-def codes(plan: Plan, results: Results, objects: int) -> Codes:
+def codes(moved: Moved, objects: int) -> Codes:
     """(objects,) GOOD where all I/O of an object moved its full length, else an errno of it."""
-    bad = results != plan.batch["length"]
     found = np.zeros(objects, dtype=np.int32)
-    negative = np.where(results < 0, -results, errno.ENODATA).astype(np.int32)
-    np.maximum.at(found, plan.owner[bad], negative[bad])
-    found[plan.owner[results == IN_PROGRESS]] = UNANSWERED  # before all others: its memory is not ours
+    results, owner = moved.failed["result"], moved.failed["tag"]
+    if len(results):
+        np.maximum.at(found, owner, np.where(results < 0, -results, errno.ENODATA).astype(np.int32))
+        found[owner[results == IN_PROGRESS]] = UNANSWERED  # before all others: its memory is not ours
     return found
 
 
@@ -59,16 +59,14 @@ class Ledger:
         self._metrics = metrics
         self._reporter = reporter
 
-    def book(self, plan: Plan, results: Results, operation: Operation) -> None:
+    def book(self, moved: Moved, operation: Operation) -> None:
         """One batch."""
-        bad = results != plan.batch["length"]
-        if not bad.any():
-            for ordinal in np.unique(plan.batch["drive"]).tolist():
+        for ordinal in np.flatnonzero(moved.counts).tolist():
+            mine = moved.failed["result"][moved.failed["drive"] == ordinal]
+            if len(mine):
+                self._book_drive(ordinal, operation, mine, int(moved.counts[ordinal]))
+            else:
                 self._health(ordinal, operation).record(0, 1)
-            return
-        for ordinal in np.unique(plan.batch["drive"]).tolist():
-            mine = plan.batch["drive"] == ordinal
-            self._book_drive(ordinal, operation, results[mine & bad], int(mine.sum()))
 
     def corrupt(self, objects: int) -> None:
         """Objects whose bytes are not those that were put."""

@@ -5,11 +5,11 @@ import numpy.typing as npt
 
 from tutti_sglang import checksum, memory
 from tutti_sglang.checksum import Sums
+from tutti_sglang.engine.plan import object_addresses, tensor_addresses
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.accepted import Parcel
 from tutti_sglang.store.keys import some, split
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.plan import object_addresses, tensor_addresses
 from tutti_sglang.store.sight import Flags, spot
 from tutti_sglang.store.space import Space
 

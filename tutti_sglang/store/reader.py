@@ -2,21 +2,20 @@
 
 import errno
 import time
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang import checksum
 from tutti_sglang.checksum import Sums
-from tutti_sglang.engine.batch import IoClass, Operation, Results, Ticket
-from tutti_sglang.engine.fetch import Fetch, fetch
+from tutti_sglang.engine.batch import IoClass, Operation, Ticket
+from tutti_sglang.engine.moving import Got, Moved, Read, State, read
 from tutti_sglang.engine.staging import Extent
+from tutti_sglang.geometry import Geometry
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.outcome import CORRUPT, LATE, Codes, codes
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.plan import Places, Plan, plan, tensor_addresses
+from tutti_sglang.store.plan import objects_of
 from tutti_sglang.store.slots import Slots
 from tutti_sglang.store.space import Space
 
@@ -33,20 +32,33 @@ _Which = npt.NDArray[np.int64]
 
 
 class Request(NamedTuple):
-    """What to read: (n,) slots and (n,) roots to compare with; (n, T) addresses to copy to; the maps of all
-    segments."""
+    """What to read: (n,) slots; (n, t) addresses to copy to; the maps of all segments.
+
+    `tensors`: (t,) ascending, those to read, None: all; `roots`: (n,) of the row of their checksums, to compare with.
+    """
 
     space: Space
     slots: Slots
     roots: Sums
     rows: Addresses
-    geometries: Mapping[int, Places]
+    geometries: dict[int, Geometry]
     klass: IoClass
     deadline: float
+    tensors: _Which | None = None
 
     def some(self, which: _Which) -> "Request":
         """Those objects only."""
         return self._replace(slots=self.slots[which], roots=self.roots[which], rows=self.rows[which])
+
+    @property
+    def size(self) -> int:
+        """Bytes of staging for one object."""
+        return self.space.object_size if self.tensors is None else int(self.space.strides[self.tensors].sum())
+
+    @property
+    def sizes(self) -> _Which:
+        """(t,) bytes of each tensor."""
+        return self.space.sizes if self.tensors is None else self.space.sizes[self.tensors]
 
 
 class Reader:
@@ -68,85 +80,79 @@ class Reader:
         return found
 
     def _attempt(self, request: Request) -> Codes:
-        found = np.full(len(request.slots), LATE, dtype=np.int32)
-        order = np.argsort(request.slots)  # neighbours in one piece: the engine makes one I/O of them
-        size = request.space.object_size
-        step = self._step(len(order), size)
-        lanes = min(LANES, -(-len(order) // step))
-        if lanes and (extents := self._extents(lanes, step * size, request.deadline)):
-            found[order] = self._through(extents, step, request.some(order))
-        return found
+        if not len(request.slots):
+            return np.zeros(0, dtype=np.int32)
+        step = self._step(len(request.slots), request.size)
+        lanes = min(LANES, -(-len(request.slots) // step))
+        extent = self._extent(lanes, step * request.size, request.deadline)
+        if extent is None:
+            return np.full(len(request.slots), LATE, dtype=np.int32)
+        return self._through(extent, step, request)
 
     def _step(self, objects: int, size: int) -> int:
         """Objects per piece."""
         least, most = PIECE
         return max(1, min(max(objects * size // LANES, least), most, self._staging.size // (2 * LANES)) // size)
 
-    def _extents(self, lanes: int, nbytes: int, deadline: float) -> list[Extent]:
-        """Staging for each lane: the first one is waited for, more are taken as far as there is room."""
-        extents = [self._staging.wait(nbytes, deadline)]
-        while extents[-1] and len(extents) < lanes:
-            extents.append(self._staging.acquire(nbytes))
-        return [extent for extent in extents if extent]
+    def _extent(self, lanes: int, nbytes: int, deadline: float) -> Extent | None:
+        """Staging for `lanes` pieces of `nbytes`, or for as many as there is room for; one is waited for."""
+        while lanes > 1:
+            if extent := self._staging.acquire(lanes * nbytes):
+                return extent
+            lanes //= 2
+        return self._staging.wait(nbytes, deadline)
 
-    def _through(self, extents: list[Extent], step: int, request: Request) -> Codes:
-        """Read all objects through `extents`, `step` at a time, and give these back."""
-        pieces, within = np.divmod(np.arange(len(request.slots)), step)
-        starts = np.array([extent.address for extent in extents], dtype=np.uint64)[pieces % len(extents)]
-        base = starts + (within * request.space.object_size).astype(np.uint64)
-        planned = plan(request.geometries, request.slots, base, Operation.READ, request.klass, pieces)
-        ends = np.arange(int(pieces[-1]) + 2)
-        still_open: list[Ticket] = []
+    def _through(self, extent: Extent, step: int, request: Request) -> Codes:
+        """Read all objects through `extent`, `step` at a time, and give it back."""
+        piece = step * request.size
+        lanes = list(range(extent.address, extent.address + extent.size - piece + 1, piece))
+        objects = objects_of(request.geometries, request.slots, request.tensors)
+        still_open: dict[int, Ticket] = {}
         try:
-            drives = np.unique(planned.batch["drive"]).tolist()
-            with self._parts.window.reading(drives, request.klass):
-                fetched = fetch(
+            with self._parts.window.reading(objects.cycle, request.klass):
+                got = read(
                     self._engine,
-                    Fetch(
-                        batch=planned.batch,
-                        owner=planned.owner.astype(np.uint32),
-                        contexts=np.searchsorted(pieces[planned.owner], ends).astype(np.uint32),
-                        objects=np.searchsorted(pieces, ends).astype(np.uint32),
-                        target=request.rows,
-                        source=tensor_addresses(base, request.space.strides),
-                        sizes=request.space.sizes,
-                        lanes=len(extents),
+                    Read(
+                        objects=objects,
+                        rows=request.rows,
+                        sizes=request.sizes,
+                        roots=request.roots if self._verify else None,
+                        lanes=lanes,
+                        step=step,
                         klass=request.klass,
                         deadline=request.deadline,
                         hold=self._staging,
-                        sums=self._verify,
                     ),
                 )
-            still_open = fetched.open
+            still_open = got.open
         finally:
-            self._give_back(extents, still_open)
-        results = self._excuse(planned, fetched.results)
-        self._parts.ledger.book(planned, results, Operation.READ)
-        self._parts.segments.leave_direct_io(planned.batch, results)
-        found = codes(planned, results, len(request.slots))
-        if self._verify:
-            found[fetched.copied & (checksum.roots(fetched.sums) != request.roots)] = CORRUPT
+            self._give_back(extent, piece, still_open)
+        return self._judged(request, got)
+
+    def _judged(self, request: Request, got: Got) -> Codes:
+        """(n,) GOOD or an errno per object; what went wrong is booked."""
+        moved = self._excuse(got.moved)
+        self._parts.ledger.book(moved, Operation.READ)
+        self._parts.segments.leave_direct_io(moved.failed)
+        found = codes(moved, len(request.slots))
+        found[got.states == State.NEVER] = LATE
+        found[got.states == State.ALTERED] = CORRUPT
         return found
 
-    def _excuse(self, planned: Plan, results: Results) -> Results:
+    def _excuse(self, moved: Moved) -> Moved:
         """-EIO where a file was cut off becomes -ENODATA: the drive is innocent, and asking again is of no use."""
         size = self._parts.segments.segment_size
-        for at in np.flatnonzero(results == -errno.EIO).tolist():
-            ioctx = planned.batch[at]
+        for at in np.flatnonzero(moved.failed["result"] == -errno.EIO).tolist():
+            ioctx = moved.failed[at]
             segment, start = divmod(int(ioctx["offset"]), size)
             if self._parts.segments.beyond_end(int(ioctx["drive"]), segment, start + int(ioctx["length"])):
-                results[at] = -errno.ENODATA
-        return results
+                moved.failed["result"][at] = -errno.ENODATA
+        return moved
 
-    def _give_back(self, extents: list[Extent], still_open: list[Ticket]) -> None:
+    def _give_back(self, extent: Extent, piece: int, still_open: dict[int, Ticket]) -> None:
         """What the drives still owe stays where they may write: it returns when the answer comes."""
-        for extent in extents:
-            owed = [ticket for ticket in still_open if _inside(extent, ticket)]
-            if owed:
-                self._staging.quarantine(extent, self._engine, owed[0])
+        for lane, part in enumerate(self._staging.split(extent, piece) if still_open else [extent]):
+            if lane in still_open:
+                self._staging.quarantine(part, self._engine, still_open[lane])
             else:
-                self._staging.release(extent)
-
-
-def _inside(extent: Extent, ticket: Ticket) -> bool:
-    return extent.address <= int(ticket.batch["address"][0]) < extent.address + extent.size
+                self._staging.release(part)

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from tutti_sglang.engine.base import Engine
-from tutti_sglang.engine.batch import Batch, Results
+from tutti_sglang.engine.batch import Batch
 from tutti_sglang.errors import EngineError
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.store.allocation import ACTIVE, SegmentRow
@@ -200,10 +200,10 @@ class Segments:
                 drive = self.drives[ordinal]
                 drive.ask(partial(drive.sync, fd), DATA_SECONDS)
 
-    def leave_direct_io(self, batch: Batch, results: Results) -> None:
+    def leave_direct_io(self, failed: Batch) -> None:
         """A file system may take O_DIRECT at first and refuse it later: then it is used through the page cache from now
         on. The I/O that met this is to be tried again."""
-        for ordinal in np.unique(batch["drive"][results == -errno.EINVAL]).tolist():
+        for ordinal in np.unique(failed["drive"][failed["result"] == -errno.EINVAL]).tolist() if len(failed) else ():
             drive = self.drives[ordinal]
             with self._lock:
                 if drive.direct:

@@ -29,7 +29,7 @@ class Sight(NamedTuple):
         """(n,)"""
         return np.asarray(self.records["slot"].astype(np.int64))
 
-    def some(self, which: npt.NDArray[np.int64]) -> "Sight":
+    def some(self, which: npt.NDArray[np.int64] | slice) -> "Sight":
         """Those keys only."""
         return Sight(self.records[which], self.recorded[which], self.readable[which], self.claimed[which])
 

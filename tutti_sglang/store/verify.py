@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tutti_sglang import checksum
 from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.batch import IoClass
+from tutti_sglang.engine.plan import object_addresses, tensor_addresses
 from tutti_sglang.errors import StoreError
 from tutti_sglang.memory import Addresses, Region
 from tutti_sglang.store.audit import Audit, Batch, audit, objects
@@ -20,7 +21,6 @@ from tutti_sglang.store.index import Records
 from tutti_sglang.store.keys import marks, some
 from tutti_sglang.store.outcome import GOOD, PERMANENT, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.plan import object_addresses, tensor_addresses
 from tutti_sglang.store.reader import Reader, Request
 from tutti_sglang.store.sight import Flags
 from tutti_sglang.store.slots import SEGMENT_SHIFT, SLOTS_MAX, Slots, numbers_of, segments_of

@@ -12,13 +12,16 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang.engine.batch import IN_PROGRESS, IoClass, Operation, Results, Ticket
+from tutti_sglang.engine.batch import IN_PROGRESS, IoClass, Operation, Ticket
+from tutti_sglang.engine.moving import Move, land, launch
+from tutti_sglang.engine.plan import Objects
 from tutti_sglang.errors import StoreError
 from tutti_sglang.geometry import Geometry
+from tutti_sglang.memory import Addresses
 from tutti_sglang.store.accepted import Cargo, Parcel
 from tutti_sglang.store.outcome import FULL, GOOD, UNANSWERED, Codes, codes
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.plan import Plan, plan
+from tutti_sglang.store.plan import objects_of
 from tutti_sglang.store.publisher import Publisher
 from tutti_sglang.store.room import NONE, Room
 from tutti_sglang.store.slots import Slots, segments_of
@@ -51,7 +54,6 @@ class _Load:
     geometries: dict[int, Geometry]
     held: contextlib.ExitStack
     deadline: float
-    plan: Plan
     ticket: Ticket
 
 
@@ -152,25 +154,25 @@ class Writer:
                 held.close()
                 self._finish(parcels, [])
                 return
-            planned = plan(geometries, slots, cargo.base, Operation.WRITE, IoClass.WRITE)
             deadline = self._deadline()
-            drives = np.unique(planned.batch["drive"]).tolist()
-            held.enter_context(self._parts.window.writing(drives, int(planned.batch["length"].sum())))
-            ticket = self._parts.engine.submit(planned.batch, IoClass.WRITE, deadline, self._parts.staging)
+            deadline, objects = self._deadline(), objects_of(geometries, slots)
+            nbytes = len(slots) * space.object_size
+            held.enter_context(self._parts.window.writing(objects.cycle, nbytes))
+            ticket = self._write(objects, cargo.base, deadline)
         except BaseException:
             held.close()
             self._lost("error", len(cargo.keys))
             self._finish(parcels, [])
             self._room.give_back(slots)
             raise
-        self._flying.append(_Load(space, parcels, cargo, slots, geometries, held, deadline, planned, ticket))
+        self._flying.append(_Load(space, parcels, cargo, slots, geometries, held, deadline, ticket))
 
     def _land(self, load: _Load) -> None:
         """Wait for the writes and publish what arrived; whatever goes wrong, the parcels end."""
         found = np.full(len(load.slots), UNANSWERED, dtype=np.int32)
         published = np.zeros(len(load.slots), dtype=np.bool_)
         try:
-            found = self._wait(load, load.plan, load.ticket)
+            found = self._wait(load, load.ticket, len(found))
             again = np.flatnonzero(np.isin(found, _AGAIN))
             # What hangs is owed by the first ticket: one ticket must be able to answer for all of the load.
             if len(again) and not (found == UNANSWERED).any():
@@ -186,21 +188,28 @@ class Writer:
         """One more attempt at objects that failed, after what can be done about the cause; updates `found`."""
         if np.isin(found[which], list(FULL)).any():
             self._survive(self._room.relieve)
-        planned = plan(load.geometries, load.slots[which], load.cargo.base[which], Operation.WRITE, IoClass.WRITE)
-        load.ticket = self._parts.engine.submit(planned.batch, IoClass.WRITE, self._deadline(), self._parts.staging)
+        objects = objects_of(load.geometries, load.slots[which])
+        load.ticket = self._write(objects, load.cargo.base[which], self._deadline())
         found[which] = UNANSWERED
-        found[which] = self._wait(load, planned, load.ticket)
+        found[which] = self._wait(load, load.ticket, len(which))
 
-    def _wait(self, load: _Load, planned: Plan, ticket: Ticket) -> Codes:
-        results: Results = self._parts.engine.wait(ticket, max(0.0, self._deadline(load.deadline) - time.monotonic()))
-        if (results == IN_PROGRESS).any():
-            self._parts.engine.cancel(ticket)
-            results = self._parts.engine.wait(ticket, 0)
-        self._parts.ledger.book(planned, results, Operation.WRITE)
-        self._parts.admission.wrote(planned.batch)
+    def _write(self, objects: Objects, base: Addresses, deadline: float) -> Ticket:
+        """Start to write objects that lie at `base` in staging."""
+        move = Move(objects, base, Operation.WRITE, IoClass.WRITE, deadline, self._parts.staging)
+        return launch(self._parts.engine, move)
+
+    def _wait(self, load: _Load, ticket: Ticket, objects: int) -> Codes:
+        """What became of them, one code for each of those that `_write` was given."""
+        engine = self._parts.engine
+        moved = land(engine, ticket, max(0.0, self._deadline(load.deadline) - time.monotonic()))
+        if (moved.failed["result"] == IN_PROGRESS).any():
+            engine.cancel(ticket)
+            moved = land(engine, ticket, 0)
+        self._parts.ledger.book(moved, Operation.WRITE)
+        self._parts.admission.wrote(moved.nbytes)
         self._parts.hits.wrote(load.space)
-        self._parts.segments.leave_direct_io(planned.batch, results)
-        return codes(planned, results, int(planned.owner.max(initial=-1)) + 1)
+        self._parts.segments.leave_direct_io(moved.failed)
+        return codes(moved, objects)
 
     def _close(self, load: _Load, found: Codes, published: npt.NDArray[np.bool_]) -> None:
         hung = found == UNANSWERED

@@ -121,45 +121,61 @@ void threads_read_what_they_wrote(bool pool) {
     for (auto &thread : running) thread.join();
 }
 
-/// Two threads read all objects of a file through two lanes of memory each.
-void whole_reads_through_little_staging(bool pool) {
+/// Two threads write objects and read them through two lanes of memory each, whole and without their first tensor.
+void whole_objects_through_little_staging(bool pool) {
     const tutti_faults faults{seed, 0, ~0ull, nullptr, {0, 0, 5000, 0, 500, 0}, 0xFFFF, 3, EIO, 200};
     Scratch scratch(pool, &faults);
-    constexpr std::uint32_t objects = 64, tensors = 2, per_piece = 8, pieces = objects / per_piece, lanes = 2, tensor = 2 * kPage;
-    constexpr std::uint32_t size = tensors * tensor;
-    std::vector<char> content(objects * size);
-    std::mt19937_64 random(seed);
-    for (auto &byte : content) byte = static_cast<char>(random());
-    CHECK(pwrite(scratch.files[0], content.data(), content.size(), 0) == static_cast<ssize_t>(content.size()));
+    constexpr std::uint64_t count = 32, tensors = 2, step = 8, lanes = 2, tensor = 2 * kPage, size = tensors * tensor;
+    // Geometry.packed: groups of 2 slots, cycle (0, 1), a period of 2 groups that puts a tensor of each on each drive.
+    const std::vector<std::uint64_t> map{2, 2, tensors, 2 * size, 1, 0, 1, 0, 0, 0, 0, 2 * tensor, 2 * tensor, tensor, tensor};
+    const std::uint64_t *maps[] = {map.data()};
     std::vector<std::thread> running;
-    for (int me = 0; me < 2; ++me)
-        running.emplace_back([&] {
-            std::vector<char> staging(lanes * per_piece * size), rows(content.size());
-            std::vector<tutti_ioctx> contexts;
-            std::vector<std::uint32_t> owner, ends;
-            std::vector<std::uint64_t> dst, src, sizes(tensors, tensor), sums(objects * tensors), expected(objects * tensors);
-            for (std::uint32_t object = 0; object < objects; ++object)
-                for (std::uint32_t t = 0; t < tensors; ++t) {
-                    const std::uint32_t lane = object / per_piece % lanes, place = object * size + t * tensor;
-                    src.push_back(Scratch::address(staging.data() + (lane * per_piece + object % per_piece) * size + t * tensor));
-                    dst.push_back(Scratch::address(rows.data() + place));
-                    contexts.push_back({src.back(), place, tensor, 0, 0, 0, 0, 0});
-                    owner.push_back(object);
-                }
-            for (std::uint32_t piece = 0; piece <= pieces; ++piece) ends.push_back(piece * per_piece);
-            std::vector<std::uint32_t> context_ends;
-            for (const auto end : ends) context_ends.push_back(end * tensors);
-            std::vector<std::int32_t> results(contexts.size());
-            std::vector<std::uint8_t> copied(objects);
+    for (std::uint64_t me = 0; me < 2; ++me)
+        running.emplace_back([&, me] {
+            const std::uint64_t segment = me;
+            std::vector<std::uint64_t> numbers, base, rows, part_rows, sizes(tensors, tensor), sums(count * tensors), roots(count);
+            std::vector<std::uint32_t> places(count, 0), which{0, 1};
+            std::vector<unsigned char> content(count * size), staging(lanes * step * size), target(content.size());
+            std::mt19937_64 random(seed + me);
+            for (auto &byte : content) byte = static_cast<unsigned char>(random());
+            for (std::uint64_t object = 0; object < count; ++object) {
+                numbers.push_back((object * 7 + 3) % count);
+                base.push_back(Scratch::address(content.data() + object * size));
+                for (std::uint64_t t = 0; t < tensors; ++t) rows.push_back(Scratch::address(target.data() + object * size + t * tensor));
+                part_rows.push_back(Scratch::address(target.data() + object * size + tensor));
+            }
+            tutti_objects objects{numbers.data(), places.data(), &segment, maps, which.data(), count, tensors};
+            std::vector<tutti_ioctx> failed(count * tensors);
+            std::uint64_t counts[kDrives] = {}, bytes[kDrives] = {};
+            tutti_moved moved{failed.data(), 0, counts, bytes};
+            tutti_ticket *ticket = tutti_engine_launch(scratch.engine, &objects, base.data(), 1, 2, tutti::now_ns() + 60 * kSecond);
+            CHECK(tutti_engine_land(scratch.engine, ticket, 60 * kSecond, &moved) == 1);
+            CHECK(!moved.failed_count && counts[0] == count && counts[1] == count && bytes[0] == count * tensor);
+            tutti_ticket_release(ticket);
+
+            std::vector<std::uint64_t> sources;
+            for (std::uint64_t i = 0; i < count * tensors; ++i) sources.push_back(Scratch::address(content.data() + i * tensor));
+            tutti_sums(sources.data(), sizes.data(), count, tensors, sums.data());
+            tutti_roots(sums.data(), count, tensors, roots.data());
+            roots[5] ^= 1;
+            const std::uint64_t lane[] = {Scratch::address(staging.data()), Scratch::address(staging.data() + step * size)};
+            std::vector<std::uint8_t> states(count);
             std::vector<tutti_ticket *> open(lanes);
-            const tutti_fetch fetch{contexts.data(), owner.data(), context_ends.data(), ends.data(), dst.data(), src.data(), sizes.data(),
-                                    tensors, pieces, lanes, tutti::now_ns() + 60 * kSecond, 0, results.data(), sums.data(), copied.data(),
-                                    open.data()};
-            tutti_engine_fetch(scratch.engine, &fetch);
-            tutti_sums(dst.data(), sizes.data(), objects, tensors, expected.data());
-            CHECK(std::ranges::count(results, static_cast<std::int32_t>(tensor)) == objects * tensors);
-            CHECK(std::ranges::count(copied, 1) == objects && rows == content && sums == expected);
+            std::vector<std::uint32_t> open_contexts(lanes);
+            tutti_read read{objects, rows.data(), sizes.data(), roots.data(), lane, lanes, step,
+                            tutti::now_ns() + 60 * kSecond, 0, states.data(), moved, open.data(), open_contexts.data()};
+            tutti_engine_read(scratch.engine, &read);
+            CHECK(!read.moved.failed_count && target == content);
+            CHECK(states[5] == kAltered && std::ranges::count(states, kWhole) == count - 1);
             CHECK(std::ranges::count(open, nullptr) == lanes);
+
+            std::fill(target.begin(), target.end(), 0);
+            read.objects.tensors = which.data() + 1;
+            read.objects.tensor_count = 1;
+            read.rows = part_rows.data();
+            read.roots = nullptr;
+            tutti_engine_read(scratch.engine, &read);
+            for (std::uint64_t i = 0; i < content.size(); ++i) CHECK(target[i] == (i / tensor % tensors ? content[i] : 0));
         });
     for (auto &thread : running) thread.join();
 }
@@ -274,7 +290,7 @@ int main(int argc, char **argv) {
     for (const bool pool : {false, true}) {
         if (refused && !pool) continue;
         threads_read_what_they_wrote(pool);
-        whole_reads_through_little_staging(pool);
+        whole_objects_through_little_staging(pool);
         a_bad_block_costs_its_own_context(pool);
         hung_drives(pool);
         an_engine_is_freed_before_its_drive_answers(pool);
