@@ -15,7 +15,6 @@ _Signature = tuple[Any, tuple[Any, ...]]
 
 _LONG: dict[str, _Signature] = {
     "tutti_copy_rows": (None, (c_void_p, c_void_p, c_void_p, c_size_t, c_size_t)),
-    "tutti_copy_strided": (None, (c_void_p, c_void_p, *[c_size_t] * 5)),
     "tutti_copy_and_sum": (None, (c_void_p, c_void_p, c_void_p, c_size_t, c_size_t, c_void_p)),
     "tutti_sums": (None, (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p)),
     "tutti_engine_open": (c_void_p, (c_void_p,)),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tutti_sglang import memory
 from tutti_sglang.kernels import native
-from tutti_sglang.memory import HUGE_PAGE, PAGE, Region, copy_rows, copy_strided, view, windows
+from tutti_sglang.memory import HUGE_PAGE, PAGE, Region, copy_rows, view, windows
 from tutti_sglang.testing.guard import GuardedRegion
 
 Copy = Callable[..., None]
@@ -153,30 +153,3 @@ def test_without_a_group_that_limits_it_the_machine_does(
         file.write_text(groups)
     monkeypatch.setattr(memory, "Path", lambda path: file if path == "/proc/self/cgroup" else tmp_path / "sys")
     assert memory.memory_limit() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-@pytest.mark.parametrize("twin", ["python", "native"])
-@pytest.mark.parametrize("width", [1, 256, 2048, 5000])
-def test_a_strided_copy_turns_tokens_by_layers_into_layers_by_tokens_and_back(twin: str, width: int) -> None:
-    if twin == "native" and native.library() is None:
-        pytest.skip(native.unavailable_reason())
-    pages, tokens, layers = 3, 16, 5
-    by_token = np.random.default_rng(width).integers(256, size=(pages, tokens, layers, width), dtype=np.uint8)
-    by_layer, back = np.zeros((pages, layers, tokens, width), np.uint8), np.zeros_like(by_token)
-
-    def turn(target: np.ndarray, source: np.ndarray, to_layers: bool) -> None:
-        page, layer = np.divmod(np.arange(pages * layers, dtype=np.uint64), np.uint64(layers))
-        base = page * np.uint64(tokens * layers * width)
-        near, far = base + layer * np.uint64(tokens * width), base + layer * np.uint64(width)
-        dst, src = (near, far) if to_layers else (far, near)
-        strides = (width, layers * width) if to_layers else (layers * width, width)
-        arguments = dst + np.uint64(target.ctypes.data), src + np.uint64(source.ctypes.data), tokens, width
-        if twin == "python":
-            memory._copy_strided(*arguments, *strides)
-        else:
-            copy_strided(*arguments, dst_stride=strides[0], src_stride=strides[1])
-
-    turn(by_layer, by_token, True)
-    assert (by_layer == by_token.swapaxes(1, 2)).all()
-    turn(back, by_layer, False)
-    assert (back == by_token).all()

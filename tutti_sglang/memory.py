@@ -104,20 +104,6 @@ def copy_rows(dst: Addresses, src: Addresses, sizes: npt.ArrayLike) -> None:
         library.tutti_copy_rows(dst.ctypes, src.ctypes, row_sizes.ctypes, *map(ctypes.c_size_t, dst.shape))
 
 
-def copy_strided(dst: Addresses, src: Addresses, count: int, size: int, *, dst_stride: int, src_stride: int) -> None:
-    """Copy `count` pieces of `size` bytes from each `src[i]` to `dst[i]`, (m,) addresses; piece j lies j strides
-    (bytes) further on. The transpose between layouts: with (token, layer) elements of `size` bytes at `src`, layer l of
-    all tokens is `src + l * size`, `src_stride = layers * size`, `dst_stride = size`; and back with source and target
-    exchanged."""
-    dst, src = (np.ascontiguousarray(each, dtype=np.uint64) for each in (dst, src))
-    assert dst.shape == src.shape == (len(dst),)
-    library = native.library()
-    if library is None:
-        _copy_strided(dst, src, count, size, dst_stride, src_stride)
-    else:
-        library.tutti_copy_strided(dst.ctypes, src.ctypes, len(dst), count, size, dst_stride, src_stride)
-
-
 def check_rows(*arguments: Any) -> tuple[Any, ...]:
     """Any number of (n, T) address arrays and, last, (T,) sizes → the same as contiguous uint64 arrays."""
     *addresses, sizes = (np.ascontiguousarray(each, dtype=np.uint64) for each in arguments)
@@ -125,13 +111,6 @@ def check_rows(*arguments: Any) -> tuple[Any, ...]:
     assert sizes.ndim == 1
     assert (sizes > 0).all()
     return *addresses, sizes
-
-
-def _copy_strided(dst: Addresses, src: Addresses, count: int, size: int, dst_stride: int, src_stride: int) -> None:
-    """The twin of the native function."""
-    steps = np.arange(count, dtype=np.uint64)
-    targets, sources = (each[:, None] + steps * np.uint64(by) for each, by in ((dst, dst_stride), (src, src_stride)))
-    _copy_rows(targets, sources, np.full(count, size, dtype=np.uint64))
 
 
 def _copy_rows(dst: Addresses, src: Addresses, sizes: npt.NDArray[np.uint64]) -> None:

@@ -134,10 +134,6 @@ TUTTI_API void tutti_engine_counters(tutti_engine *engine, tutti_counters *out) 
 TUTTI_API void tutti_copy_rows(const std::uint64_t *dst, const std::uint64_t *src, const std::uint64_t *sizes, std::size_t n,
                                std::size_t tensors) noexcept;
 
-/// Copy `count` pieces of `size` bytes from each `src[i]` to `dst[i]`; piece j lies j strides further on. The transpose between layouts.
-TUTTI_API void tutti_copy_strided(const std::uint64_t *dst, const std::uint64_t *src, std::size_t n, std::size_t count, std::size_t size,
-                                  std::size_t dst_stride, std::size_t src_stride) noexcept;
-
 /// As tutti_copy_rows, and the tensor checksums of the very bytes that were copied to `out` (n, T).
 TUTTI_API void tutti_copy_and_sum(const std::uint64_t *dst, const std::uint64_t *src, const std::uint64_t *sizes, std::size_t n,
                                   std::size_t tensors, std::uint64_t *out) noexcept;

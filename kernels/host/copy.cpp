@@ -49,14 +49,6 @@ void tutti_copy_rows(const u64 *dst, const u64 *src, const u64 *sizes, std::size
     finish_blocks();
 }
 
-void tutti_copy_strided(const u64 *dst, const u64 *src, std::size_t n, std::size_t count, std::size_t size, std::size_t dst_stride,
-                        std::size_t src_stride) noexcept {
-    for (std::size_t row = 0; row < n; ++row)
-        for (std::size_t piece = 0; piece < count; ++piece)
-            copy_row(memory(dst[row]) + piece * dst_stride, memory(src[row]) + piece * src_stride, size);
-    finish_blocks();
-}
-
 void tutti_copy_and_sum(const u64 *dst, const u64 *src, const u64 *sizes, std::size_t n, std::size_t tensors, u64 *out) noexcept {
     Summer sum(sizes, tensors);
     for (std::size_t row = 0; row < n * tensors; ++row) out[row] = sum(memory(dst[row]), memory(src[row]), sizes[row % tensors]);

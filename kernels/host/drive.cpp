@@ -35,6 +35,7 @@ void Drive::stop(bool join) {
         else
             thread.detach();
     }
+    if (join) ended();
 }
 
 }  // namespace tutti

@@ -19,6 +19,8 @@ class Drive : public std::enable_shared_from_this<Drive> {
 
     /// Something was queued or retired, or the drive is to stop.
     virtual void wake() = 0;
+    /// All threads have ended, and none starts again.
+    virtual void ended() {}
     /// Bytes of staging that are registered.
     virtual std::uint64_t registered() const { return 0; }
 

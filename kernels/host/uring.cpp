@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <ctime>
 #include <future>
+#include <mutex>
 #include <utility>
 
 #include "drive.hpp"
@@ -33,9 +34,7 @@ class UringDrive final : public Drive {
     UringDrive(std::uint16_t ordinal, const tutti_options &options) : Drive(ordinal, options), slots_(options.queue_depth) {
         for (auto &slot : slots_) free_.push_back(&slot);
     }
-    ~UringDrive() override {
-        if (event_ >= 0) close(event_);
-    }
+    ~UringDrive() override { ended(); }
 
     /// 0 or an errno. The ring belongs to the thread that makes it (SINGLE_ISSUER), so the thread comes first.
     int open() {
@@ -48,7 +47,14 @@ class UringDrive final : public Drive {
 
     void wake() override {
         const std::uint64_t one = 1;
-        while (write(event_, &one, sizeof one) < 0 && errno == EINTR) {}
+        std::lock_guard lock(event_mutex_);
+        while (event_ >= 0 && write(event_, &one, sizeof one) < 0 && errno == EINTR) {}
+    }
+
+    /// The ring is gone with its thread; the descriptor need not wait until Python lets go of the engine.
+    void ended() override {
+        std::lock_guard lock(event_mutex_);
+        if (event_ >= 0) close(std::exchange(event_, -1));
     }
 
     std::uint64_t registered() const override { return registered_.load(std::memory_order_relaxed); }
@@ -224,6 +230,7 @@ class UringDrive final : public Drive {
     std::vector<bool> buffers_;  // whether registered; empty: none may be
     std::atomic<std::uint64_t> registered_ = 0;
     std::promise<int> opened_;
+    std::mutex event_mutex_;
     int event_ = -1;
     std::uint64_t event_count_ = 0;
 };

@@ -1,6 +1,7 @@
 """The native engine passes the suite, over io_uring and with its threads, and falls from one to the other by itself."""
 
 import errno
+import os
 import subprocess
 import sys
 import time
@@ -46,6 +47,19 @@ class NativeSuite(EngineSuite):
         engine = start(max_io=16 * BLOCK)
         assert (run(engine, rig.batch(np.arange(40) * BLOCK)) == BLOCK).all()
         assert engine.counters._replace(resumed=0) == (40, 3, 40 * BLOCK, 0, 0)
+
+    def test_descriptors_and_threads_are_flat_over_a_thousand_rounds(self, rig: Rig) -> None:
+        """A closed engine that something still refers to, as a cycle does until the next collection, keeps nothing."""
+        counts, kept = [], []
+        for turn in range(1000):
+            engine = self.create(rig.region, depth=2, max_io=BLOCK)
+            rig.attach(engine)
+            if turn % 100 == 0:
+                assert (run(engine, rig.batch([0])) == BLOCK).all()
+            assert engine.close(PATIENCE)
+            kept.append(engine)
+            counts.append([len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")])
+        assert len(set(map(tuple, counts))) == 1, [counts[0], counts[-1]]
 
     def test_a_large_ioctx_is_cut_to_max_io_and_its_pieces_move_at_once(self, rig: Rig, start) -> None:
         plan = FaultPlan({Fault.STALL: EVERY_BLOCK}, end=16 * BLOCK)

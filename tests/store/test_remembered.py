@@ -1,0 +1,105 @@
+"""Batches of one request share a look; what was remembered and has changed since costs a read, never a wrong byte."""
+
+import secrets
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.store.kit import Pages, get, keys, lookup, namespace, open_store, put, soon, value
+from tutti_sglang.store import remembered
+from tutti_sglang.store.index import RECORD_DTYPE, Index
+from tutti_sglang.store.keys import KEY_SIZE
+from tutti_sglang.store.remembered import Remembered
+from tutti_sglang.store.sight import Sight
+
+
+def sight_of(count: int) -> Sight:
+    records = np.zeros(count, dtype=RECORD_DTYPE)
+    records["slot"] = np.arange(count)
+    return Sight(records, *(np.ones(count, np.bool_) for _ in range(3)))
+
+
+def test_a_stretch_begins_with_the_keys_and_goes_on_as_the_request_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "STRETCH", 4)
+    memory, request = Remembered(), keys(*range(10, 20))
+    memory.expect(1, request)
+    assert memory.stretch(1, keys(12, 13)) == keys(12, 13, 14, 15)
+    assert memory.stretch(1, keys(18, 19)) == keys(18, 19)
+    assert memory.stretch(1, keys(*range(10, 16))) == keys(*range(10, 16))
+    assert memory.stretch(1, keys(13, 12)) == b""
+    assert memory.stretch(2, keys(12, 13)) == b""
+
+
+def test_what_a_look_saw_is_recalled_for_any_batch_of_it() -> None:
+    memory = Remembered()
+    memory.add(1, keys(*range(10)), sight_of(10))
+    found = memory.recall(1, keys(3, 4, 5))
+    assert found is not None
+    assert found.slots.tolist() == [3, 4, 5]
+    assert memory.recall(1, keys(5, 4)) is None
+    assert memory.recall(2, keys(3)) is None
+    memory.forget()
+    assert memory.recall(1, keys(3)) is None
+
+
+def test_keys_are_found_at_their_own_place_alone() -> None:
+    memory, both = Remembered(), secrets.token_bytes(KEY_SIZE) * 2
+    shifted = both[5 : 5 + KEY_SIZE]
+    memory.expect(1, both + shifted)
+    assert memory.stretch(1, shifted) == shifted
+    assert memory.stretch(1, both[7 : 7 + KEY_SIZE]) == b""
+
+
+def test_an_old_look_is_not_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "SECONDS", -1.0)
+    memory = Remembered()
+    memory.add(1, keys(1), sight_of(1))
+    assert memory.recall(1, keys(1)) is None
+
+
+def test_many_batches_of_a_request_take_one_statement(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(disk)
+    ns = store.attach(namespace())
+    assert all(put(store, ns, *range(30)))
+    assert store.drain(8)
+    statements = []
+    asked = Index.lookup
+    monkeypatch.setattr(Index, "lookup", lambda *args: statements.append(args) or asked(*args))
+    assert lookup(store, ns, *range(30)) == [True] * 30
+    for start in range(0, 30, 5):
+        assert all(get(store, ns, *range(start, start + 5)))
+    assert len(statements) == 1
+    assert value(store, "tutti_hit_objects", tier="drive") == 30
+    assert store.close()
+
+
+def test_slots_that_were_reused_meanwhile_give_no_wrong_byte(disk: Path) -> None:
+    """Two processes: the first remembers, the second takes the objects away and puts others into their slots."""
+    first, second = open_store(disk, max_size=2 << 20), open_store(disk, max_size=2 << 20)
+    ns, same = first.attach(namespace()), second.attach(namespace())
+    assert all(put(first, ns, *range(20)))
+    assert first.drain(8)
+    assert lookup(first, ns, *range(20)) == [True] * 20
+    assert all(get(first, ns, *range(5))), "the look is for all of the request"
+    second.clear(same)
+    for number in range(100, 200, 20):
+        put(second, same, *range(number, number + 20))
+        assert second.drain(8)
+    assert get(first, ns, *range(5, 20)) == [False] * 15
+    assert value(first, "tutti_missed_objects", reason="absent") == 15
+    assert value(first, "tutti_missed_objects", reason="checksum") == 0
+    assert first.close()
+    assert second.close()
+
+
+def test_without_checksums_nothing_is_remembered(disk: Path) -> None:
+    store = open_store(disk, checksum="off")
+    ns = store.attach(namespace())
+    assert all(put(store, ns, 1))
+    assert store.drain(8)
+    assert lookup(store, ns, 1) == [True]
+    store._parts.index.clear(ns)
+    pages = Pages(1)
+    assert store.get(ns, keys(1), pages.rows, soon()).tolist() == [False]
+    assert store.close()
