@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -17,6 +17,8 @@ DATA_SECONDS = 20.0
 """For what does, as long as a write may take: sync; zeros where there is no fallocate."""
 TURN_SECONDS = DATA_SECONDS
 """What others asked for before may take so long."""
+IDLE_SECONDS = 2.0
+"""Then the thread ends: a store that could not be closed leaves none behind."""
 
 
 class _Errand(Generic[T]):
@@ -92,7 +94,7 @@ class Errands:
         self._queue.put(errand)
 
     def _run(self) -> None:
-        while errand := self._queue.get():
+        while errand := self._next():
             errand.begun.set()
             self._do(errand)
             with self._lock:
@@ -102,6 +104,16 @@ class Errands:
             if undo:
                 with contextlib.suppress(OSError):
                     undo(errand.result)
+
+    def _next(self) -> _Errand[Any] | None:
+        try:
+            return self._queue.get(timeout=IDLE_SECONDS)
+        except Empty:
+            with self._lock:
+                if self._queue.empty():
+                    self._thread = None  # the next one to ask starts another
+                    return None
+            return self._queue.get()
 
     def _do(self, errand: _Errand[Any]) -> None:
         try:
