@@ -250,3 +250,16 @@ def test_chats_run_against_a_server_that_is_there(tmp_path: Path) -> None:
     assert phases == [("first restore", 1), ("turn 1", 2), ("later turns", 2), ("flushed", 2)]
     assert run.summary[-1]["storage"] > 0
     assert run.notes == ["not restarted: give --restart COMMAND, or --serve"]
+
+
+def test_windows_runs(tmp_path: Path) -> None:
+    run = _run("windows", "--rounds", "1", "--seconds", "0.5", "--read", "4MiB", json=tmp_path / "run.json")
+    assert [row["contender"] for row in run.rows] == ["windows on", "windows off", "no I/O"]
+    assert all(row["reads"] and row["write_rate"] > 0 for row in run.rows[:2])
+    assert all(line["step_p99"] > 0 for line in run.summary)
+
+
+def test_steps_runs(tmp_path: Path) -> None:
+    run = _run("steps", "--steps", "40", "--rounds", "2", json=tmp_path / "run.json")
+    assert {row["step"] for row in run.rows} == {"decode", "prefill of 1", "prefill of 32", "idle"}
+    assert all(row["microseconds"] > 0 for row in run.rows)
