@@ -183,8 +183,10 @@ class VfioDrive:
             self._carry_out(opcode, words, (0, 0))
 
     def _carry_out(self, opcode: int, words: dict[int, int], data: tuple[int, int]) -> None:
-        answer = self._queue.carry_out(words, opcode, self.nsid, data, _IO_SECONDS)
         where = f"{SCHEME}{self.controller.address}"
+        if self._closed:  # its registers are gone
+            raise OSError(errno.ENODEV, f"{where} is closed")
+        answer = self._queue.carry_out(words, opcode, self.nsid, data, _IO_SECONDS)
         if answer is None:
             raise OSError(errno.ETIMEDOUT, f"{where} does not answer")
         if answer.status:
