@@ -136,6 +136,7 @@ def test_the_platform_is_sglangs_cpu_but_for_what_it_cannot_run() -> None:
         "apply_server_args_defaults",
         "get_default_attention_backend",
         "get_device",
+        "support_mamba_cache_extra_buffer",
     }
     args = SimpleNamespace(attention_backend="intel_amx", page_size=1)
     TuttiCpuPlatform().apply_server_args_defaults(args)
