@@ -142,11 +142,11 @@ def test_a_hash_that_has_to_be_compiled_is_loaded_before_the_first_request(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B87: elsewhere a server was healthy until the first prompt, and died looking for a header."""
-    from tutti_sglang.integration import hicache
+    from tutti_sglang.integration import hashing
 
     def missing(*_: Any) -> Any:
         raise RuntimeError("build failed") from FileNotFoundError("openssl/sha.h")
 
-    monkeypatch.setattr(hicache, "get_hash_str", missing)
+    monkeypatch.setattr(hashing, "get_hash_str", missing)
     with pytest.raises(UnsupportedError, match=r"openssl/sha\.h.*libssl-dev"):
         opened()

@@ -190,7 +190,7 @@ held = []
 while True:
     slots = slots_of(index.lease(owner, 1, 8, index.epoch()))
     records = np.zeros(len(slots), RECORD_DTYPE)
-    records["slot"], records["root"] = slots, slots * 7
+    records["slot"], records["root"], records["generation"] = slots, slots * 7, 1
     keys = secrets.token_bytes(32 * len(slots))
     published = index.publish(owner, 1, keys, records)
     held += [(keys[i * 32 : i * 32 + 32], slots[i]) for i in np.flatnonzero(published)]
