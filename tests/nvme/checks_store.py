@@ -156,10 +156,14 @@ def check_a_drive_that_hangs_too_long_is_reset_and_serves_again(bench: Bench) ->
     results = rig.engine.wait(ticket, PATIENCE).tolist()
     assert -errno.EIO in results, "it was not reset"
     assert IN_PROGRESS not in results
-    time.sleep(1)  # credit for a few commands
     rig.region.view[:] = 0
-    again = rig.engine.wait(rig.engine.submit(rig.batch(1), IoClass.DEMAND, kit.soon()), PATIENCE)
-    assert again.tolist() == [4096]
+
+    def read() -> bool:
+        ticket = rig.engine.submit(rig.batch(1), IoClass.DEMAND, kit.soon())
+        return rig.engine.wait(ticket, PATIENCE).tolist() == [4096]
+
+    # The throttle gives credit for one command a time; on a busy host one of them may take longer than a reset waits.
+    assert kit.eventually(read, PATIENCE)
     assert (rig.region.view[:4096] == content).all()
     assert bench.image("slow", 2 * MIB, 4096) == content.tobytes()
     rig.close()
