@@ -6,9 +6,10 @@ objects. Two movers with one contract: `TritonPack` for a GPU (its dense side ma
 its twin, for the CPU and as the reference in tests.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import gcd
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ def hnd(buffer: torch.Tensor) -> Paged:
     return Paged(buffer.data_ptr(), page * item, tokens, token * item, heads, head * item, dim * item).flat()
 
 
-class Pack(Protocol):
+class Pack(ABC):
     """Moves tensors `first` … `first + count - 1` of the pool's T tensors for n pages.
 
     `pages`: (n,) int64 page numbers; `dense`: (n, count) int64 addresses of the dense side, 8-byte aligned; both on the
@@ -72,85 +73,76 @@ class Pack(Protocol):
     `blocks` is that of the largest tensor, what a smaller one does not reach is 0.
     """
 
+    def __init__(self, tensors: Sequence[Paged], device: torch.device | str) -> None:
+        self._tensors = list(tensors)
+        self._keys = torch.from_numpy(KEYS.view(np.int64).copy()).to(device)
+
     def gather(self, pages: torch.Tensor, dense: torch.Tensor, first: int = 0) -> torch.Tensor:
         """From the pool."""
+        return self._move(pages, dense, first, to_pool=False)
 
     def scatter(self, pages: torch.Tensor, dense: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Into the pool."""
+        return self._move(pages, dense, first, to_pool=True)
+
+    def _move(self, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool) -> torch.Tensor:
+        n, count = dense.shape
+        blocks = max(-(-each.size // BLOCK) for each in self._tensors[first : first + count])
+        sums = torch.zeros((n, count, blocks), dtype=torch.int64, device=dense.device)
+        if n:
+            self._fill(sums, pages, dense, first, to_pool=to_pool)
+        return sums
+
+    @abstractmethod
+    def _fill(self, sums: torch.Tensor, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool) -> None:
+        """Move the bytes and fill in their sums."""
 
 
-class TritonPack:
+class TritonPack(Pack):
     """On a CUDA device, asynchronously on the current stream; on the CPU under TRITON_INTERPRET=1."""
 
     def __init__(self, tensors: Sequence[Paged], device: torch.device | str) -> None:
-        flat = [each.flat() for each in tensors]
-        self._word = _word(flat)
-        self._blocks = [-(-each.size // BLOCK) for each in flat]
-        self._contiguous = all(each.rows == each.parts == 1 for each in flat)
-        self._table = torch.tensor([_row(each, self._word) for each in flat], dtype=torch.int64, device=device)
-        self._keys = torch.from_numpy(KEYS.view(np.int64).copy()).to(device)
+        super().__init__([each.flat() for each in tensors], device)
+        self._word = _word(self._tensors)
+        self._contiguous = all(each.rows == each.parts == 1 for each in self._tensors)
+        rows = [_row(each, self._word) for each in self._tensors]
+        self._table = torch.tensor(rows, dtype=torch.int64, device=device)
 
-    def gather(self, pages: torch.Tensor, dense: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """See Pack."""
-        return self._move(pages, dense, first, to_pool=False)
-
-    def scatter(self, pages: torch.Tensor, dense: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """See Pack."""
-        return self._move(pages, dense, first, to_pool=True)
-
-    def _move(self, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool) -> torch.Tensor:
-        n, count = dense.shape
-        blocks = max(self._blocks[first : first + count])
-        sums = torch.zeros((n, count, blocks), dtype=torch.int64, device=dense.device)
-        if n:
-            _move_block[(n * count * blocks,)](
-                self._table[first:],
-                pages,
-                dense,
-                self._keys,
-                sums,
-                count,
-                blocks,
-                TO_POOL=to_pool,
-                CONTIGUOUS=self._contiguous,
-                ELEMENT=_ELEMENTS[self._word],
-                BYTES=self._word,
-                FIELDS=_FIELDS,
-                WORDS=WORDS,
-            )
-        return sums
+    def _fill(self, sums: torch.Tensor, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool) -> None:
+        _, count, blocks = sums.shape
+        _move_block[(sums.numel(),)](
+            self._table[first:],
+            pages,
+            dense,
+            self._keys,
+            sums,
+            count,
+            blocks,
+            TO_POOL=to_pool,
+            CONTIGUOUS=self._contiguous,
+            ELEMENT=_ELEMENTS[self._word],
+            BYTES=self._word,
+            FIELDS=_FIELDS,
+            WORDS=WORDS,
+        )
 
 
-class TorchPack:
+class TorchPack(Pack):
     """The twin, in torch operations; synchronous."""
 
     def __init__(self, tensors: Sequence[Paged], device: torch.device | str) -> None:
-        self._tensors = list(tensors)
+        super().__init__(tensors, device)
         self._device = torch.device(device)
-        self._keys = torch.from_numpy(KEYS.view(np.int64).copy()).to(device)
 
-    def gather(self, pages: torch.Tensor, dense: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """See Pack."""
-        return self._move(pages, dense, first, to_pool=False)
-
-    def scatter(self, pages: torch.Tensor, dense: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """See Pack."""
-        return self._move(pages, dense, first, to_pool=True)
-
-    def _move(self, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool) -> torch.Tensor:
-        n, count = dense.shape
-        chosen = self._tensors[first : first + count]
-        blocks = max(-(-each.size // BLOCK) for each in chosen)
-        sums = torch.zeros((n, count, blocks), dtype=torch.int64, device=dense.device)
+    def _fill(self, sums: torch.Tensor, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool) -> None:
         for i, page in enumerate(pages.tolist()):
-            for t, tensor in enumerate(chosen):
+            for t, tensor in enumerate(self._tensors[first : first + dense.shape[1]]):
                 rows = self._rows(tensor, page)
                 flat = self._bytes(int(dense[i, t]), tensor.size)
                 source, target = (flat.view(rows.shape), rows) if to_pool else (rows, flat.view(rows.shape))
                 target.copy_(source)
                 found = self._sum(source.contiguous().view(-1))
                 sums[i, t, : len(found)] = found
-        return sums
 
     def _rows(self, tensor: Paged, page: int) -> torch.Tensor:
         """(rows, parts, width) the bytes of a page where they lie."""
