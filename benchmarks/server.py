@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.client import Client
+from tutti_sglang.integration.launch import free_port
 
 START_SECONDS = 600.0
 STOP_SECONDS = 60.0
@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         """`arguments`: those of tutti_sglang.integration.launch."""
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         command = [sys.executable, "-m", "tutti_sglang.integration.launch", "--port", str(port), *arguments]
@@ -49,10 +49,3 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_SECONDS)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from tests.integration.server import free_port
 from tutti_sglang.integration import attaching
+from tutti_sglang.integration.launch import free_port
 
 PAGE = 16
 LAYERS, HEADS, WIDTH = 4, 4, 8

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 from tutti_sglang.integration.cpu_model import built_in_model
 from tutti_sglang.integration.cpu_server import cpu_environment, cpu_flags, write_site
-from tutti_sglang.integration.launch import die_with_parent
+from tutti_sglang.integration.launch import die_with_parent, free_port
 
 START_SECONDS = 900.0
 REQUEST_SECONDS = 240.0
@@ -192,10 +191,3 @@ def _request(prompt: str | list[int] | list[str], tokens: int, fields: Mapping[s
     by_ids = not isinstance(prompt, str) and isinstance(prompt[0], int)
     greedy = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     return {"input_ids" if by_ids else "text": prompt, "sampling_params": greedy, **fields}
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

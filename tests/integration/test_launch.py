@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.server import START_SECONDS, STOP_SECONDS, Servers, free_port
+from tests.integration.server import START_SECONDS, STOP_SECONDS, Servers
 from tutti_sglang.config import load_config, read_extra_config
 from tutti_sglang.integration import launch
 from tutti_sglang.integration.cpu_server import PLATFORM
@@ -130,7 +130,7 @@ def test_what_the_launcher_prints_can_be_typed_and_ctrl_c_ends_everything(
         pytest.skip("curl is not installed")
     servers.close()
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "tutti_sglang.integration.launch", "--port", str(free_port())]
+    command = [sys.executable, "-m", "tutti_sglang.integration.launch", "--port", str(launch.free_port())]
     command += ["--store", str(drive / "launch")]
     environ = os.environ | {"SGLANG_HICACHE_TUTTI_BREAK_EVEN": "off"}  # on a busy disk it would load less
     with log.open("wb") as file:

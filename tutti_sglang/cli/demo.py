@@ -5,7 +5,6 @@ import http.client
 import json as jsonlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from rich.table import Table
 from tutti_sglang.cli.console import FOUND, GOOD, Answer, answer
 from tutti_sglang.cli.options import Json
 from tutti_sglang.errors import TuttiError
+from tutti_sglang.integration.launch import free_port
 
 TURNS = 3
 REPLY = 8  # tokens
@@ -101,7 +101,7 @@ def _document(seed: int, words: int) -> str:
 @contextlib.contextmanager
 def _server(console: Console, folder: Path) -> Iterator[str]:
     """The server of `make serve`, ready; stopped at the end as a user stops it, so that it writes what it accepted."""
-    url = f"http://127.0.0.1:{(port := _free_port())}"
+    url = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "tutti_sglang.integration.launch", "--port", str(port)]
     command += ["--store", str(folder / "store"), "--skip-server-warmup"]
     with (folder / "log").open("ab") as log:
@@ -128,12 +128,6 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         time.sleep(0.5)
     end = log.read_text(errors="replace")[-_LOG_END:]
     raise TuttiError(f"The server did not start; the end of its log:\n{end}", "Run: tutti doctor")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _ask(url: str, what: str, messages: list[dict[str, str]]) -> tuple[Turn, str]:
