@@ -20,6 +20,7 @@ from tutti_sglang.integration.break_even import BREAK_EVEN_HOOKS
 from tutti_sglang.integration.direct import hooks as direct
 from tutti_sglang.integration.flags import CLASS_NAME, NAME
 from tutti_sglang.integration.hook import Hook
+from tutti_sglang.integration.live import live_backends
 from tutti_sglang.integration.scheduler_hooks import SCHEDULER_HOOKS
 
 logger = logging.getLogger(__name__)
@@ -34,14 +35,8 @@ def _create_backend(original: Any, cls: Any, name: str, backend_class: Any, stor
 
 def _close_backends(*args: Any, **kwargs: Any) -> None:
     # Host memory is unpinned and dropped here, before SGLang's own detach at exit (unified_radix_cache.py:603).
-    for backend in _live_backends():
+    for backend in live_backends():
         backend.close()
-
-
-def _live_backends() -> list[Any]:
-    from tutti_sglang.integration.live import live_backends
-
-    return live_backends()
 
 
 HOOKS: tuple[Hook, ...] = (

@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from tutti_sglang.integration.hook import Hook
+from tutti_sglang.integration.live import live_backends
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def _take_identity(*args: Any, **kwargs: Any) -> None:
 
 def _suspend(*args: Any, **kwargs: Any) -> None:
     _served().change()
-    for backend in _live_backends():
+    for backend in live_backends():
         backend.suspend("the weights are being updated")
 
 
@@ -64,7 +65,7 @@ def _resume_after_flush(flushed: bool, scheduler: Any, *args: Any, **kwargs: Any
 
 
 def _resume() -> None:
-    for backend in _live_backends():
+    for backend in live_backends():
         try:
             backend.flushed()
         except Exception:
@@ -75,12 +76,6 @@ def _served() -> Any:
     from tutti_sglang.integration.served import served
 
     return served
-
-
-def _live_backends() -> list[Any]:
-    from tutti_sglang.integration.live import live_backends
-
-    return live_backends()
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"

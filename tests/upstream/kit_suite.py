@@ -19,7 +19,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from tutti_sglang.integration.cpu_model import built_in_model
-from tutti_sglang.integration.hicache import TuttiHiCacheStorage, live_backends
+from tutti_sglang.integration.hicache import TuttiHiCacheStorage
+from tutti_sglang.integration.live import live_backends
 
 with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="0"):  # the kit takes a port from its first character
     from sglang.test.test_utils import CustomTestCase
