@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -20,9 +19,9 @@ from tutti_sglang.cli.fio import Fio
 from tutti_sglang.cli.options import Json
 from tutti_sglang.config import load_config
 from tutti_sglang.errors import ConfigError, StoreError
-from tutti_sglang.memory import Region
 from tutti_sglang.store import Namespace, ObjectStore
 from tutti_sglang.store.keys import KEY_SIZE
+from tutti_sglang.store.scratch import Scratch
 from tutti_sglang.units import format_size, parse_size
 
 TENSOR = 64 << 10
@@ -113,16 +112,9 @@ class _Store:
 
     def __init__(self, store: ObjectStore, page: int, pages: int) -> None:
         self._store, self._pages = store, pages
-        self._number = store.attach(
-            Namespace(
-                model="bench", weights="", dtype="u1", page_size=1, layers=(0, 1), tensors=(TENSOR,) * (page // TENSOR)
-            )
-        )
-        self._region = Region(page * pages)
-        self._region.view[:] = np.random.default_rng(0).integers(0, 256, len(self._region.view), dtype=np.uint8)
-        tensors = np.arange(page // TENSOR, dtype=np.uint64) * np.uint64(TENSOR)
-        starts = np.uint64(self._region.address) + np.arange(pages, dtype=np.uint64) * np.uint64(page)
-        self._rows = starts[:, None] + tensors
+        tensors = (TENSOR,) * (page // TENSOR)
+        namespace = Namespace(model="bench", weights="", dtype="u1", page_size=1, layers=(0, 1), tensors=tensors)
+        self._objects = Scratch(store, namespace, pages)
         self._keys = b""
 
     def contenders(self) -> dict[str, Callable[[], float]]:
@@ -132,19 +124,17 @@ class _Store:
 
     def write(self) -> float:
         """Until all is on the drive."""
-        self._store.clear(self._number)
+        self._objects.clear()
         self._keys = b"".join(secrets.token_bytes(KEY_SIZE) for _ in range(self._pages))
         began = time.perf_counter()
-        done = self._store.put(self._number, self._keys, self._rows, time.monotonic() + 60)
-        if not (done.all() and self._store.drain(60)):
+        if not (self._objects.put(self._keys) and self._store.drain(60)):
             raise StoreError("Not all objects could be written", "Is the drive full or failing? See: dmesg | tail")
         return time.perf_counter() - began
 
     def read(self) -> float:
         """With checksums, into memory."""
         began = time.perf_counter()
-        done = self._store.get(self._number, self._keys, self._rows, time.monotonic() + 60)
-        if not done.all():
+        if not self._objects.get(self._keys):
             raise StoreError("Not all objects came back", "Is the drive failing? See: dmesg | tail")
         return time.perf_counter() - began
 

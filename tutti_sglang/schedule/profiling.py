@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from tutti_sglang.config import Config
 from tutti_sglang.errors import StoreError
-from tutti_sglang.memory import Region
 from tutti_sglang.schedule.slack import Saved
 from tutti_sglang.store import Namespace, ObjectStore
 from tutti_sglang.store.directory import PROFILES
 from tutti_sglang.store.keys import KEY_SIZE
+from tutti_sglang.store.scratch import Scratch
 
 NEW = (64, 256, 1024, 4096)
 PREFIX = (0, 1024, 4096, 16384)
@@ -114,32 +113,30 @@ def saved_drives(folder: Path) -> Drives | None:
 
 
 class _Scratch:
-    """Objects of 1 MiB of a namespace of its own, removed at the end."""
+    """Objects of 1 MiB, removed at the end."""
 
     def __init__(self, config: Config) -> None:
         self.store = ObjectStore(config)
         tensors = (_MIB // _TENSORS,) * _TENSORS
         namespace = Namespace(model="tutti profile", weights="", dtype="", page_size=1, tensors=tensors, layers=(0, 4))
-        self._ns = self.store.attach(namespace)
         # Little enough for staging, and for a store of any size.
         room = min(max(LOADS), self.store.stats().capacity // _MIB // 4, config.staging_size // _MIB // 4)
         self.pages = max(1, room)
-        self._region = Region(self.pages * _MIB)
-        self._region.view[:] = np.random.default_rng(0).integers(256, size=self.pages * _MIB, dtype=np.uint8)
+        self._objects = Scratch(self.store, namespace, self.pages)
         self._next = 0
 
     def __enter__(self) -> "_Scratch":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.store.clear(self._ns)
+        self._objects.close()
         self.store.close()
-        self._region.close()
 
     def write(self) -> float:
         """Bytes per second of new objects, on the drives."""
         start = time.monotonic()
-        self._put(self._next)
+        if not self._objects.put(_keys(self._next, self.pages)):
+            raise StoreError("The store does not take what is written to it", "Run: tutti doctor")
         self._next += self.pages
         self.store.drain(60)
         return self.pages * _MIB / (time.monotonic() - start)
@@ -147,7 +144,7 @@ class _Scratch:
     def load(self, count: int) -> float:
         """Seconds for the first `count` objects."""
         start = time.monotonic()
-        if not self.store.get(self._ns, _keys(0, count), self._rows(count), start + 60).all():
+        if not self._objects.get(_keys(0, count)):
             raise StoreError("What was just written to the drives could not be read", "Run: tutti verify")
         return time.monotonic() - start
 
@@ -162,15 +159,6 @@ class _Scratch:
             moved.append(self.pages)
         writer.join()
         return sum(moved) * _MIB / (time.monotonic() - start)
-
-    def _put(self, first: int) -> None:
-        done = self.store.put(self._ns, _keys(first, self.pages), self._rows(self.pages), time.monotonic() + 60)
-        if not done.all():
-            raise StoreError("The store does not take what is written to it", "Run: tutti doctor")
-
-    def _rows(self, count: int) -> Any:
-        places = np.arange(count)[:, None] * _MIB + np.arange(_TENSORS) * (_MIB // _TENSORS)
-        return (self._region.address + places).astype(np.uint64)
 
 
 @contextlib.contextmanager
