@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -34,7 +35,7 @@ def doctor(
         found = advice.findings(machine, settings, launch or ())
         show(console, machine, found)
         code = FOUND if any(each.level == Level.FAIL for each in found) else GOOD
-        named = [{**_plain(each), "level": each.level.name.lower()} for each in found]
+        named = [msgspec.structs.asdict(each) | {"level": each.level.name.lower()} for each in found]
         return Answer({"engine": advice.chosen(machine), "findings": named, "machine": machine}, code)
 
     answer("doctor", json, act)
@@ -49,7 +50,3 @@ def show(console: Console, machine: Machine, found: list[Finding]) -> None:
         hint = f"\n[dim]→ {escape(each.fix)}[/]" if each.fix else ""
         table.add_row(f"[{colour}]{each.level.name.lower()}[/]", escape(each.subject), f"{escape(each.found)}{hint}")
     console.print(table)
-
-
-def _plain(finding: Finding) -> dict[str, str]:
-    return {"subject": finding.subject, "found": finding.found, "fix": finding.fix}

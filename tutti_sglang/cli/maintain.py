@@ -14,7 +14,7 @@ from tutti_sglang.cli.options import Directories, IndexDir, Json, Settings, Yes,
 from tutti_sglang.config import Config
 from tutti_sglang.errors import ConfigError, StoreError
 from tutti_sglang.store import ObjectStore
-from tutti_sglang.store.survey import Survey, survey
+from tutti_sglang.store.survey import NamespaceSurvey, survey
 from tutti_sglang.units import format_size
 
 STAGING = 64 << 20
@@ -29,20 +29,22 @@ NamespaceId = Annotated[
 
 
 @contextmanager
-def visit(config: Config) -> Iterator[tuple[ObjectStore, Survey]]:
+def _visit(config: Config) -> Iterator[ObjectStore]:
     """An existing store, open as one more of its processes. StoreError."""
-    found = survey(config)
     store = ObjectStore(msgspec.structs.replace(as_visitor(config), staging_size=STAGING))
     try:
-        yield store, found
+        yield store
     finally:
         store.close()
 
 
-def _check(found: Survey, namespace: int | None) -> None:
-    known = [each.id for each in found.namespaces]
+def _look(config: Config, namespace: int | None) -> list[NamespaceSurvey]:
+    """The namespaces that are meant: one, or all. StoreError where there is no store, or no such namespace."""
+    namespaces = survey(config).namespaces
+    known = [each.id for each in namespaces]
     if namespace is not None and namespace not in known:
         raise StoreError(f"The store has no namespace {namespace}", f"It has: {', '.join(map(str, known)) or 'none'}")
+    return [each for each in namespaces if namespace in (None, each.id)]
 
 
 def verify(
@@ -59,19 +61,17 @@ def verify(
     """
 
     def act(console: Console) -> Answer:
-        with visit(config_of(directory, index_dir, config)) as (store, found):
-            _check(found, namespace)
-            chosen = [each for each in found.namespaces if namespace in (None, each.id)]
-            total = sum(each.objects * each.object_bytes for each in chosen)
-            done = 0
-            with progress("verify", console, in_bytes=True) as advance:
+        settings = config_of(directory, index_dir, config)
+        total = sum(each.objects * each.object_bytes for each in _look(settings, namespace))
+        done = 0
+        with _visit(settings) as store, progress("verify", console, in_bytes=True) as advance:
 
-                def count(nbytes: int) -> None:
-                    nonlocal done
-                    done += nbytes
-                    advance(done, max(total, done))
+            def count(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                advance(done, max(total, done))
 
-                report = store.verify(repair, namespace, count)
+            report = store.verify(repair, namespace, count)
         for problem in report.problems:
             console.print(f"  {problem}")
         state = "all is well" if report.good else f"{report.repaired} repaired" if repair else "run again with --repair"
@@ -105,8 +105,9 @@ def gc(
         age = _age(unused_for) if unused_for else float("inf")
         if unused_for:
             need_yes(yes, f"Emptying namespaces that were not used for {unused_for}")
-        with visit(config_of(directory, index_dir, config)) as (store, found):
-            _check(found, namespace)
+        settings = config_of(directory, index_dir, config)
+        _look(settings, namespace)
+        with _visit(settings) as store:
             gone = store.collect(age, namespace)
         console.print(
             f"{gone.segments} empty segments removed ({format_size(gone.segment_bytes)}); "
@@ -132,11 +133,9 @@ def clear(
 
     def act(console: Console) -> Answer:
         settings = config_of(directory, index_dir, config)
-        found = survey(settings)
-        _check(found, namespace)
-        objects = sum(each.objects for each in found.namespaces if namespace in (None, each.id))
+        objects = sum(each.objects for each in _look(settings, namespace))
         need_yes(yes, f"Removing {objects:,} objects from {settings.index_path}")
-        with visit(settings) as (store, _):
+        with _visit(settings) as store:
             gone = store.collect(0.0, namespace)
         console.print(f"{gone.objects:,} objects removed, {format_size(gone.segment_bytes)} of disk given back")
         return Answer(gone._asdict())
