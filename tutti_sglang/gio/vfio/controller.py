@@ -19,7 +19,7 @@ _CAP, _VS, _CC, _CSTS, _AQA, _ASQ, _ACQ, _DOORBELLS = 0x00, 0x08, 0x14, 0x1C, 0x
 _READY, _FATAL, _SHUTDOWN_DONE = 1, 2, 2 << 2
 _ENABLE = 4 << 20 | 6 << 16 | 1  # CQEs of 2^4 and SQEs of 2^6 bytes, pages of 4 KiB, NVM command set, EN
 _SHUTDOWN = 1 << 14
-_DELETE_SQ, _CREATE_SQ, _DELETE_CQ, _CREATE_CQ, _IDENTIFY, _SET_FEATURES = 0, 1, 4, 5, 6, 9
+_CREATE_SQ, _CREATE_CQ, _IDENTIFY, _SET_FEATURES = 1, 5, 6, 9
 _NUMBER_OF_QUEUES = 7
 _CONTIGUOUS = 1
 _ADMIN_SECONDS = 10.0
@@ -129,13 +129,6 @@ class Controller:
             answer = self.admin(opcode, data=ring, cdw10=size, cdw11=word)
             if answer.status:
                 raise EngineError(f"{self.address} refuses I/O queue {number} ({answer.status:#05x})")
-
-    def delete_pair(self, number: int) -> None:
-        """Take an I/O queue pair away; commands in it are aborted. EngineError."""
-        for opcode in (_DELETE_SQ, _DELETE_CQ):
-            answer = self.admin(opcode, cdw10=number)
-            if answer.status:
-                raise EngineError(f"{self.address} does not delete I/O queue {number} ({answer.status:#05x})")
 
     def doorbell(self, number: int) -> int:
         """Offset in the registers of the SQ doorbell of a queue pair; the CQ's is `stride` bytes further."""
