@@ -1,21 +1,15 @@
 """Stores, backends and host pools for what went wrong elsewhere: real files, the real class, SGLang's own pools."""
 
 import importlib.util
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.store.conftest import disk
 
-@pytest.fixture
-def disk() -> Iterator[Path]:
-    """An empty directory on a disk that knows O_DIRECT; a tmpfs accepts what a disk refuses."""
-    path = Path(tempfile.mkdtemp(prefix="tutti-", dir="/var/tmp"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+__all__ = ["disk"]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from tutti_sglang.engine.rows import Rows
 from tutti_sglang.engine.window import Window
@@ -36,11 +35,6 @@ class Mark:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def metrics() -> Metrics:
-    return Metrics(CollectorRegistry())
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 get better."""
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.schedule.judge import FORGET, LOADS, PROBE, REMEMBERED, Judge
@@ -23,11 +22,6 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def metrics() -> Metrics:
-    return Metrics(CollectorRegistry())
 
 
 @pytest.fixture

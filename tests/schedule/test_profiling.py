@@ -1,10 +1,7 @@
 """What the drives give is measured through a store of its own, which is as it was afterwards."""
 
 import http.server
-import shutil
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +12,6 @@ from tutti_sglang.schedule.profiling import DRIVES, Drives, measure_drives, prof
 from tutti_sglang.store import ObjectStore
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def disk() -> Iterator[Path]:
-    """An empty directory on a disk."""
-    path = Path(tempfile.mkdtemp(prefix="tutti-", dir="/var/tmp"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def test_the_drives_are_measured_and_the_store_is_empty_afterwards(disk: Path) -> None:
