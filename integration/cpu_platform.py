@@ -48,3 +48,6 @@ class TuttiCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         """In each worker, before any pool exists."""
         cpu_transfer.install()
         cpu_mamba.install()
+        from tutti_sglang.integration import cpu_attention  # of classes that ask for the platform
+
+        cpu_attention.install()
