@@ -1,10 +1,13 @@
 """The long run: `python -m tests.fuzz --inputs 1000000 --seed 1`. Inputs with a new outcome join the corpus."""
 
 import argparse
+import datetime
 import re
 import time
 from itertools import islice
 from pathlib import Path
+
+import msgspec
 
 from tests.fuzz.mutate import inputs
 from tests.fuzz.parsers import PARSERS, Parser
@@ -33,7 +36,9 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=sorted(PARSERS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was done there")
     options = parser.parse_args()
+    date, done = datetime.datetime.now(datetime.UTC).date().isoformat(), {}
     for name in [options.only] if options.only else PARSERS:
         target, kept = PARSERS[name], corpus(name)
         seen = {outcome(target, data) for data in kept}
@@ -44,7 +49,11 @@ def main() -> None:
                 seen.add(found)
                 kept.append(data)
         (CORPUS / f"{name}.hex").write_text("".join(f"{data.hex()}\n" for data in kept))
-        print(f"{name}: {options.inputs:,} inputs in {time.monotonic() - began:.0f} s, {len(seen)} outcomes")
+        done[name] = {"inputs": options.inputs, "seconds": round(time.monotonic() - began), "outcomes": len(seen)}
+        print(name, done[name], flush=True)
+    if options.json:
+        record = {"date": date, "seed": options.seed, "parsers": done}
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
 
 
 if __name__ == "__main__":

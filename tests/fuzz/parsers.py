@@ -4,19 +4,18 @@ A parser may refuse an input only by the errors that its docstring names; anythi
 exception) is a defect.
 """
 
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from tests.fuzz import files
 from tutti_sglang.cli.scrape import parse as parse_metrics
 from tutti_sglang.config import load_config, read_extra_config
 from tutti_sglang.errors import ConfigError, ForeignStoreError, StoreError
-from tutti_sglang.store import namespace, superblock
-from tutti_sglang.store.fingerprint import weights_fingerprint
+from tutti_sglang.schedule.profiling import Drives
+from tutti_sglang.schedule.slack import VERSION, Cell, Saved
+from tutti_sglang.store import namespace, superblock, survey
 from tutti_sglang.store.registry import NamespaceRow
 from tutti_sglang.store.superblock import Superblock
 from tutti_sglang.units import parse_size
@@ -39,6 +38,11 @@ SETTINGS = (
     b'{"storage_dirs": "/a,/b", "low_watermark": 0.5, "high_watermark": 0.9, "queue_depth": 8, "stripe": "object"}',
 )
 WEIGHTS = b'{"__metadata__":{},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+PROFILE = Saved(
+    VERSION,
+    files.IDENTITY,
+    [Cell(64.0, 0.0, [0.01, 0.011], [0.012]), Cell(4096.0, 1000.0, [0.5] * 9, []), Cell(512.0, 64.0, [0.1], [0.1])],
+)
 METRICS = b'# TYPE tutti_bytes counter\ntutti_bytes_total{op="read",pid="1"} 3.5e9\ntutti_bytes_total{op="write"} NaN\n'
 
 
@@ -48,17 +52,10 @@ def _settings(data: bytes) -> object:
 
 def _identity(data: bytes) -> object:
     text = data.decode("utf-8", "replace")
+    survey._identity(text)
     tensors = NamespaceRow(b"", text, 0).tensors
     return tensors, namespace.parse(text)
 
-
-def _weights(data: bytes) -> object:
-    path = Path(_folder.name) / f"{os.getpid()}.safetensors"
-    path.write_bytes(data)
-    return weights_fingerprint(path)
-
-
-_folder = tempfile.TemporaryDirectory(prefix="tutti-fuzz-")
 
 PARSERS = {
     "superblock": Parser(
@@ -67,6 +64,13 @@ PARSERS = {
     "identity": Parser((IDENTITY.readable().encode(),), _identity, (StoreError, msgspec.DecodeError, AssertionError)),
     "settings": Parser(SETTINGS, _settings, (ConfigError,)),
     "size": Parser((b"200GiB", b"1.5 TB", b"64k"), lambda data: parse_size(data.decode("latin-1")), (ConfigError,)),
-    "weights": Parser((len(WEIGHTS).to_bytes(8, "little") + WEIGHTS + bytes(16),), _weights, ()),
+    "weights": Parser((len(WEIGHTS).to_bytes(8, "little") + WEIGHTS + bytes(16),), files.weights, ()),
+    "profile": Parser((msgspec.json.encode(PROFILE),), files.profile, ()),
+    "drives": Parser(
+        (msgspec.json.encode(Drives([(1 << 20, 0.001), (1 << 24, 0.01)] * 2, 2e9, 1e9, 1e9)),), files.drives, ()
+    ),
+    "record": Parser((files.record_seed(),), files.record, ()),
+    "owner": Parser((files.OWNER,), files.owner, ()),
+    "sums": Parser((bytes(range(256)) * 2,), files.sums, ()),
     "metrics": Parser((METRICS,), lambda data: parse_metrics(data.decode("utf-8", "replace")), (ValueError,)),
 }

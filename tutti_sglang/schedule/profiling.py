@@ -108,7 +108,7 @@ def saved_drives(folder: Path) -> Drives | None:
     """What was measured of the drives of a store whose profiles lie in `folder`."""
     try:
         return msgspec.json.decode((folder / DRIVES).read_bytes(), type=Drives)
-    except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return None
 
 

@@ -27,6 +27,9 @@ FEW, SHAPES = 6, 3
 NOTED = 256
 """Steps that wait to be learned from; of more, the oldest are dropped."""
 
+MOST_BYTES = 1 << 60
+"""Of a load: more is nonsense from a damaged file, and no float either."""
+
 FREE = 0.03
 """A step that I/O beside it lengthens by less than this share hides the I/O."""
 
@@ -157,12 +160,13 @@ class Table:
         table = cls(identity)
         try:
             saved = msgspec.json.decode((folder / f"{digest(identity)}.json").read_bytes(), type=Saved)
-        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+        except (OSError, msgspec.DecodeError, RecursionError):
             return table
         if saved.version == VERSION and saved.identity == identity:
-            table._cells = {_place(cell.new, cell.prefix): cell for cell in saved.cells}
-            table.count = sum(len(cell.seconds) for cell in saved.cells)
-            table._beside = any(cell.beside for cell in saved.cells)
+            cells = [cell for cell in saved.cells if _sound(cell)]
+            table._cells = {_place(cell.new, cell.prefix): cell for cell in cells}
+            table.count = sum(len(cell.seconds) for cell in cells)
+            table._beside = any(cell.beside for cell in cells)
         return table
 
     def _coefficients(self) -> tuple[float, float, float]:
@@ -174,6 +178,12 @@ class Table:
 def digest(identity: dict[str, str]) -> str:
     """32 hex digits."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(sorted(identity.items())))
+
+
+def _sound(cell: Cell) -> bool:
+    """Whether it can have been measured: a file that somebody else spoiled must not spoil a decision."""
+    shape = 0 < cell.new < MOST_BYTES and 0 <= cell.prefix < MOST_BYTES
+    return shape and all(0 < seconds < math.inf for seconds in (*cell.seconds, *cell.beside))
 
 
 def _place(new: float, prefix: float) -> tuple[int, int]:
@@ -222,7 +232,7 @@ class Curve:
 
     def observe(self, nbytes: float, seconds: float) -> None:
         """A load of `nbytes` took so long."""
-        if nbytes <= 0 or seconds <= 0:
+        if not (0 < nbytes < MOST_BYTES and 0 < seconds < math.inf):
             return
         octave = round(math.log2(nbytes))
         samples = self._seen.setdefault(octave, deque(maxlen=LATEST))

@@ -80,7 +80,7 @@ def _tensors(descriptor: int, size: int) -> tuple[bytes, list[int]] | None:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         spans = [msgspec.json.decode(entry, type=_TensorEntry).data_offsets for entry in entries.values()]
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     start = 8 + length
     return header, sorted(start + max(low, (low + high - BLOCK) // 2) for low, high in spans if high > low)

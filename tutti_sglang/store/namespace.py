@@ -56,4 +56,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(text: str) -> Namespace:
     """The namespace that `readable` wrote. Raises msgspec.DecodeError where the text is of another format."""
-    return msgspec.json.decode(text, type=Namespace)
+    try:
+        return msgspec.json.decode(text, type=Namespace)
+    except RecursionError as error:
+        raise msgspec.DecodeError(str(error)) from error

@@ -24,7 +24,7 @@ class NamespaceRow(NamedTuple):
         """Bytes of each tensor of an object. StoreError."""
         try:
             return msgspec.json.decode(self.readable, type=_Tensors).tensors
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise StoreError(
                 f"The index is damaged: what it says of a namespace cannot be read ({error})",
                 "Stop all servers of this store and remove index.db*: the store starts empty",

@@ -148,9 +148,17 @@ from namespaces n order by id
 
 def _namespace(*row: Any) -> NamespaceSurvey:
     number, readable, created, heat, slots, free, leased, settling = row
-    identity = msgspec.json.decode(readable, type=dict[str, Any])
-    size = sum(identity.get("tensors", ()))
+    identity, size = _identity(readable)
     return NamespaceSurvey(number, identity, slots - free - leased - settling, slots, size, created, int(heat))
+
+
+def _identity(readable: str) -> tuple[dict[str, Any], int]:
+    """A namespace's fields and the payload bytes of an object; damage shows, and hides nothing else."""
+    try:
+        identity = msgspec.json.decode(readable, type=dict[str, Any])
+        return identity, sum(msgspec.convert(identity.get("tensors", ()), tuple[int, ...]))
+    except (msgspec.DecodeError, RecursionError) as error:
+        return {"damaged": str(error)}, 0
 
 
 def _drive(path: str, store: str) -> DriveSurvey:
