@@ -1,12 +1,11 @@
-"""Which request a lookup is for, and what is already there of it: SGLang's `batch_exists` gets keys alone.
+"""What is already there of a request that is looked up: SGLang's `batch_exists` gets keys alone.
 
-The scheduler thread announces a request before SGLang queues its lookup; the lookup runs in another thread, one request
-at a time, and is known there by the operation that SGLang looks up.
+The scheduler thread announces a request before SGLang queues its lookup; the lookup runs in another thread, which knows
+the request by `waits.current_request`.
 """
 
 import contextlib
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from sglang.srt.runtime_context import get_schedule
 
 from tutti_sglang import SGLANG_VERSION
 from tutti_sglang.config import Config
+from tutti_sglang.integration import waits
 from tutti_sglang.integration.hook import Hook
 from tutti_sglang.integration.identity import Identity
 from tutti_sglang.metrics import process_metrics
@@ -29,13 +29,7 @@ from tutti_sglang.store.directory import PROFILES
 
 logger = logging.getLogger(__name__)
 
-_looking_up = threading.local()
 _timings: "weakref.WeakSet[Timing]" = weakref.WeakSet()
-
-
-def current_request() -> str | None:
-    """The id of the request that this thread looks up now."""
-    return getattr(_looking_up, "rid", None)
 
 
 def chunk_tokens() -> int:
@@ -87,7 +81,7 @@ class Timing:
         """How many pages of the request that is looked up now are worth loading."""
         if not self._judge:
             return lengths[-1] if lengths else 0
-        return self._judge.pages(current_request(), lengths, page_tokens, page_bytes)
+        return self._judge.pages(waits.current_request(), lengths, page_tokens, page_bytes)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         """Pages came from the drives. While some lie in memory the time says nothing of the drives."""
@@ -122,16 +116,9 @@ def _announce(original: Callable[..., Any], cache: Any, request: Any, *args: Any
 def _tell(cache: Any, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     new = kwargs.get("new_input_tokens", args[1] if len(args) > 1 else ())
     matched = kwargs.get("matched_prefix_tokens", args[4] if len(args) > 4 else None)
+    waits.process_waits().announce(request.rid)
     for timing in list(_timings):
         timing.announce(request.rid, len(matched or ()), len(new) + 1)  # the last token is always computed
-
-
-def _look_up(original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    _looking_up.rid = getattr(operation, "request_id", None)
-    try:
-        return original(controller, operation, *args, **kwargs)
-    finally:
-        _looking_up.rid = None
 
 
 BREAK_EVEN_HOOKS = (
@@ -148,11 +135,5 @@ BREAK_EVEN_HOOKS = (
             "prefix_keys",
             "matched_prefix_tokens",
         ),
-    ),
-    Hook(
-        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._storage_hit_query",
-        HookType.AROUND,
-        _look_up,
-        ("self", "operation"),
     ),
 )

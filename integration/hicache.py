@@ -28,6 +28,7 @@ from tutti_sglang.integration.prefix import leading, restorable
 from tutti_sglang.integration.stats import Stats
 from tutti_sglang.integration.stored import Found
 from tutti_sglang.integration.tier import Tier
+from tutti_sglang.integration.waits import process_waits
 from tutti_sglang.integration.writers import Place
 from tutti_sglang.metrics import process_metrics
 
@@ -66,6 +67,7 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         self._crowded = False
         self._stats = Stats(process_metrics(), metered=storage_config.enable_storage_metrics)
         self._calls = Calls(process_metrics())
+        self._waits = process_waits()
         extra = storage_config.extra_config
         if mem_pool_host is not None and not isinstance(mem_pool_host, dict):
             view_of(mem_pool_host)  # a pool that is not served is no reason to open files
@@ -94,7 +96,8 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         them, and none is named."""
         if self._tier.anchor_is_logical:
             return 0
-        length = leading(self._tier.lookup(PoolName.KV, key_bytes(keys)))
+        with self._waits.looking_up(len(keys)):
+            length = leading(self._tier.lookup(PoolName.KV, key_bytes(keys)))
         self._stats.looked_up({PoolName.KV: length}, [], len(keys))
         return self._tier.worth_loading(range(1, length + 1))
 
@@ -126,7 +129,8 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         gates = [t for t in pool_transfers or () if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
         if self._tier.anchor_is_logical and not gates:
             return PoolTransferResult(0, {}, [])
-        pages, hits = restorable(lambda name: self._tier.lookup(name, binary), gates)
+        with self._waits.looking_up(len(keys)):
+            pages, hits = restorable(lambda name: self._tier.lookup(name, binary), gates)
         self._stats.looked_up(hits, [each.name for each in gates], len(keys))
         most = self._tier.worth_loading(pages)
         return PoolTransferResult(most, hits, [each for each in pages if each <= most])
@@ -239,7 +243,8 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
 
     def _get(self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float) -> list[bool]:
         start = time.monotonic()
-        got = self._tier.get(name, key_bytes(keys), indices, deadline)
+        with self._waits.reading(len(keys)):
+            got = self._tier.get(name, key_bytes(keys), indices, deadline)
         seconds = time.monotonic() - start
         if name == PoolName.KV and got.all():
             self._tier.timing.loaded(len(keys) * self._tier.page_bytes(name), seconds)

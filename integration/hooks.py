@@ -22,6 +22,7 @@ from tutti_sglang.integration.flags import CLASS_NAME, NAME
 from tutti_sglang.integration.hook import Hook
 from tutti_sglang.integration.live import live_backends
 from tutti_sglang.integration.scheduler_hooks import SCHEDULER_HOOKS
+from tutti_sglang.integration.waits import WAIT_HOOKS
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ HOOKS: tuple[Hook, ...] = (
     *direct.HOOKS,
     *SCHEDULER_HOOKS,
     *BREAK_EVEN_HOOKS,
+    *WAIT_HOOKS,
 )
 
 

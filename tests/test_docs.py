@@ -12,7 +12,7 @@ import pytest
 
 from tutti_sglang.cli.app import VERBS
 from tutti_sglang.config import Config, load_config
-from tutti_sglang.metrics import _COUNTERS, _GAUGES
+from tutti_sglang.metrics import _COUNTERS, _GAUGES, _HISTOGRAMS
 from tutti_sglang.units import parse_size
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +48,7 @@ def test_the_launch_line_on_the_configuration_page_loads() -> None:
 
 def test_the_metrics_page_lists_every_metric_with_its_labels() -> None:
     rows = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in _rows(DOCS / "metrics.md")}
-    known = {name: set(labels) for name, (_, labels) in (_COUNTERS | _GAUGES).items()}
+    known = {name: set(labels) for name, (_, labels) in (_COUNTERS | _GAUGES | _HISTOGRAMS).items()}
     assert rows == known
 
 
@@ -64,9 +64,10 @@ def test_board_and_alerts_ask_for_metrics_that_exist_by_labels_that_they_have() 
     for expression in asked:
         labels: set[str] = {"instance", "le"}
         for name in re.findall(r"tutti_\w+", expression):
-            known = (_COUNTERS | _GAUGES).get(name.removesuffix("_total"))
+            base = re.sub("_(total|bucket)$", "", name)
+            known = (_COUNTERS | _GAUGES | _HISTOGRAMS).get(base)
             assert known, f"no metric {name}"
-            assert name.endswith("_total") == (name.removesuffix("_total") in _COUNTERS), name
+            assert name == base + ("_total" if base in _COUNTERS else "_bucket" if base in _HISTOGRAMS else ""), name
             labels |= set(known[1])
         for used in re.findall(r"by \(([\w, ]+)\)|(\w+)=~?\"", expression):
             assert {each.strip() for each in (used[0] or used[1]).split(",")} <= labels, expression

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_lookup_objects": ("Objects that were looked up", ("outcome",)),
@@ -40,10 +40,14 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_quarantined_bytes": ("Staging memory whose I/O has not come back", ()),
     "tutti_drive_in_service": ("1 when the drive serves, 0 when it was put out of service", ("drive",)),
 }
+_HISTOGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tutti_wait_seconds": ("What requests wait for, by phase", ("phase",)),
+}
+_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class Metrics:
-    """Counters and gauges of this process, by default in the registry that SGLang's /metrics exports."""
+    """Counters, gauges and histograms of this process, by default in the registry that SGLang's /metrics exports."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         registry = REGISTRY if registry is None else registry
@@ -51,6 +55,10 @@ class Metrics:
         self._gauges = {
             n: Gauge(n, text, labels, multiprocess_mode="livesum", registry=registry)
             for n, (text, labels) in _GAUGES.items()
+        }
+        self._histograms = {
+            n: Histogram(n, text, labels, buckets=_BUCKETS, registry=registry)
+            for n, (text, labels) in _HISTOGRAMS.items()
         }
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
@@ -64,10 +72,16 @@ class Metrics:
         gauge = self._gauges[name]
         (gauge.labels(**labels) if labels else gauge).set(value)
 
+    def observe(self, name: str, seconds: float, **labels: str) -> None:
+        """Add to a histogram."""
+        self._histograms[name].labels(**labels).observe(seconds)
+
     def value(self, name: str, **labels: str) -> float:
-        """The present value of a counter or gauge of this process, summed over the labels not given."""
-        metric = self._counters.get(name) or self._gauges[name]
-        samples = [s for family in metric.collect() for s in family.samples if not s.name.endswith("_created")]
+        """The present value of a counter or gauge of this process, summed over the labels not given; of a histogram,
+        the sum of what was observed."""
+        metric = self._counters.get(name) or self._gauges.get(name) or self._histograms[name]
+        left_out = ("_created", "_bucket", "_count")
+        samples = [s for family in metric.collect() for s in family.samples if not s.name.endswith(left_out)]
         return sum(s.value for s in samples if labels.items() <= s.labels.items())
 
 

@@ -2,7 +2,6 @@
 test_scheduling."""
 
 import logging
-import threading
 import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -99,25 +98,6 @@ def test_idle_is_told(gate: Gate) -> None:
     _run(_batch(ForwardMode.EXTEND, [64], [0]))
     scheduler_hooks._idle(SCHEDULER)
     assert gate._mode is Mode.IDLE
-
-
-def test_a_lookup_knows_its_request_only_while_it_lasts_and_only_in_its_thread() -> None:
-    seen: list[str | None] = []
-
-    def look(_: Any, operation: Any) -> str:
-        seen.append(break_even.current_request())
-        other = threading.Thread(target=lambda: seen.append(break_even.current_request()))
-        other.start()
-        other.join()
-        if operation.request_id == "b":
-            raise ZeroDivisionError
-        return "found"
-
-    assert break_even._look_up(look, None, SimpleNamespace(request_id="a")) == "found"
-    with pytest.raises(ZeroDivisionError):
-        break_even._look_up(look, None, SimpleNamespace(request_id="b"))
-    assert seen == ["a", None, "b", None]
-    assert break_even.current_request() is None
 
 
 def test_a_request_is_announced_with_what_is_there_of_it_already(monkeypatch: pytest.MonkeyPatch) -> None:

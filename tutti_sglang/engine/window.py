@@ -151,6 +151,7 @@ class Window:
             self._note(drives)
             waited = self._clock() - start
         self._metrics.add("tutti_read_wait_seconds", waited / 1e9)
+        self._metrics.observe("tutti_wait_seconds", waited / 1e9, phase="turn")
         return read
 
     def _finish(self, drives: Sequence[int]) -> None:

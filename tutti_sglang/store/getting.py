@@ -42,8 +42,10 @@ class Getter:
         entered = self._parts.accepted.enter(space.id, names)
         try:
             if len(entered.which):
+                start = time.monotonic()
                 source = tensor_addresses(entered.base, space.strides)
                 memory.copy_rows(rows[entered.which], source, space.sizes)
+                self._parts.metrics.observe("tutti_wait_seconds", time.monotonic() - start, phase="copy")
                 good[entered.which] = True
         finally:
             self._parts.accepted.leave(entered)

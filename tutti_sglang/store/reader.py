@@ -84,7 +84,9 @@ class Reader:
             return np.zeros(0, dtype=np.int32)
         step = self._step(len(request.slots), request.size)
         lanes = min(LANES, -(-len(request.slots) // step))
+        start = time.monotonic()
         extent = self._extent(lanes, step * request.size, request.deadline)
+        self._observe("staging", start)
         if extent is None:
             return np.full(len(request.slots), LATE, dtype=np.int32)
         return self._through(extent, step, request)
@@ -110,6 +112,7 @@ class Reader:
         still_open: dict[int, Ticket] = {}
         try:
             with self._parts.window.reading(objects.cycle, request.klass):
+                start = time.monotonic()
                 got = read(
                     self._engine,
                     Read(
@@ -124,10 +127,14 @@ class Reader:
                         hold=self._staging,
                     ),
                 )
+                self._observe("drive", start)
             still_open = got.open
         finally:
             self._give_back(extent, piece, still_open)
         return self._judged(request, got)
+
+    def _observe(self, phase: str, start: float) -> None:
+        self._parts.metrics.observe("tutti_wait_seconds", time.monotonic() - start, phase=phase)
 
     def _judged(self, request: Request, got: Got) -> Codes:
         """(n,) GOOD or an errno per object; what went wrong is booked."""
