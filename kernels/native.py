@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI = 5
+ABI = 6
 """`kAbi` of kernels/host/abi.hpp: a library built from other sources than these is not used."""
 
 _PATTERN = "_host*.so"
@@ -21,7 +21,7 @@ _LONG: dict[str, _Signature] = {
     "tutti_engine_attach": (c_int, (c_void_p, c_uint16, c_uint32, c_int)),
     "tutti_engine_detach": (c_int, (c_void_p, c_uint16, c_uint32, c_int64)),
     "tutti_engine_wait": (c_int, (c_void_p, c_void_p, c_int64, c_void_p)),
-    "tutti_engine_read": (None, (c_void_p, c_void_p)),
+    "tutti_engine_read": (None, (c_void_p, c_void_p, c_void_p)),
     "tutti_engine_launch": (c_void_p, (c_void_p, c_void_p, c_void_p, c_uint, c_uint, c_int64)),
     "tutti_engine_land": (c_int, (c_void_p, c_void_p, c_int64, c_void_p)),
     "tutti_plan": (c_uint64, (c_void_p, c_void_p, c_uint64, c_uint, c_uint, c_void_p)),

@@ -8,6 +8,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_lookup_objects": ("Objects that were looked up", ("outcome",)),
     "tutti_hit_objects": ("Objects that were delivered", ("tier",)),
     "tutti_missed_objects": ("Objects that were asked for and not delivered", ("reason",)),
+    "tutti_ahead_batches": ("Batches read ahead of the call that asks for them", ("outcome",)),
     "tutti_put_objects": ("Objects offered to the store", ("outcome",)),
     "tutti_pool_pages": ("Pages of a pool that SGLang asked for", ("pool", "op", "outcome")),
     "tutti_withheld_pages": ("Stored pages that a side pool did not let be restored", ("pool",)),

@@ -55,7 +55,7 @@ public:
 
 private:
     enum Kind : u32 { kNone, kError, kZero, kShort, kTorn, kLate, kStall };
-    static constexpr u64 kBlock = 4096, kStallNs = 60000000000ull;
+    static constexpr u64 kBlock = 4096, kStallNs = 600000000000ull;
     static constexpr u32 kAnyDrive = 0xffff;
 
     bool concerns(bool write) const {

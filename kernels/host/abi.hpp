@@ -7,7 +7,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 /// Raised with every change of a signature or structure below; kernels/native.py refuses another number.
-constexpr std::uint32_t kAbi = 5;
+constexpr std::uint32_t kAbi = 6;
 
 TUTTI_API std::uint32_t tutti_abi() noexcept;
 
@@ -67,6 +67,7 @@ struct tutti_read {
     const std::uint64_t *roots;  // (n,) what XXH3-64 of an object's row of checksums must be; null: do not compare
     const std::uint64_t *lanes;  // (lane_count,) addresses of `step` objects each
     std::uint64_t lane_count, step;
+    std::uint64_t started;  // pieces under way or ended, of an earlier call and then of this one; 0 at first
     std::int64_t deadline;
     std::uint32_t klass;
     std::uint8_t *states;         // (n,) tutti_state
@@ -104,8 +105,9 @@ TUTTI_API tutti_ticket *tutti_engine_submit(tutti_engine *engine, const tutti_io
                                             std::int64_t deadline) noexcept;
 /// Results to `out` (n,). 1 when all are final.
 TUTTI_API int tutti_engine_wait(tutti_engine *engine, tutti_ticket *ticket, std::int64_t timeout, std::int32_t *out) noexcept;
-/// Plan, submit, wait, copy and compare, all of it. `open` is zeroed by the caller.
-TUTTI_API void tutti_engine_read(tutti_engine *engine, tutti_read *read) noexcept;
+/// Plan, submit, wait, copy and compare, all of it. `open` is zeroed by the caller. `ahead` (or null) is only begun, as far as its lanes
+/// go and once all of `read` is under way: rows and roots are not looked at, its tickets are left in `open`. A later call may end it.
+TUTTI_API void tutti_engine_read(tutti_engine *engine, tutti_read *read, tutti_read *ahead) noexcept;
 /// Plan and submit the tensors of objects that lie at (n,) `base` in staging; their contexts have the number of the object as tag.
 /// Null after close.
 TUTTI_API tutti_ticket *tutti_engine_launch(tutti_engine *engine, const tutti_objects *objects, const std::uint64_t *base,

@@ -19,7 +19,7 @@ struct Verdict {
 class Faults {
   public:
     static constexpr std::uint32_t kPollUs = 1000;
-    static constexpr std::int64_t kStallNs = 60'000'000'000;
+    static constexpr std::int64_t kStallNs = 600'000'000'000;
 
     /// `plan` may be null; it is copied.
     explicit Faults(const tutti_faults *plan);

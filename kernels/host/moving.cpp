@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 #include <vector>
 
 #include "abi.hpp"
@@ -23,15 +24,20 @@ class Reading {
         : engine_(engine), read_(read), planner_(read.objects, engine->options.segment_size), order_(planner_.order()),
           pieces_((order_.size() + read.step - 1) / read.step), sum_(read.sizes, tensors()), sums_(tensors()) {}
 
-    void run() {
-        std::fill_n(read_.states, order_.size(), kNever);
-        std::size_t started = 0;
-        while (started < std::min<std::size_t>(read_.lane_count, pieces_) && start(started)) ++started;
-        for (std::size_t piece = 0; piece < started; ++piece) {
+    /// Start the first pieces, one in each lane; those that an earlier call started stay as they are.
+    void begin() {
+        if (!read_.started) std::fill_n(read_.states, order_.size(), kNever);
+        while (read_.started < std::min<std::size_t>(read_.lane_count, pieces_) && start(read_.started)) ++read_.started;
+    }
+
+    void run(tutti_read *ahead) {
+        begin();
+        for (std::size_t piece = 0; piece < read_.started; ++piece) {
+            if (ahead && read_.started == pieces_) Reading(engine_, *std::exchange(ahead, nullptr)).begin();
             const bool done = land(piece);
             copy(piece);
             // The next piece for this memory; started pieces without a break lie in different lanes.
-            if (done && started == piece + read_.lane_count && started < pieces_ && start(started)) ++started;
+            if (done && read_.started == piece + read_.lane_count && read_.started < pieces_ && start(read_.started)) ++read_.started;
         }
         finish_blocks();
     }
@@ -116,7 +122,7 @@ std::vector<tutti_ioctx> plan(const tutti_objects &objects, const std::uint64_t 
 
 }  // namespace
 
-void tutti_engine_read(tutti_engine *engine, tutti_read *read) noexcept { Reading(engine, *read).run(); }
+void tutti_engine_read(tutti_engine *engine, tutti_read *read, tutti_read *ahead) noexcept { Reading(engine, *read).run(ahead); }
 
 tutti_ticket *tutti_engine_launch(tutti_engine *engine, const tutti_objects *objects, const std::uint64_t *base, unsigned operation,
                                   unsigned klass, std::int64_t deadline) noexcept {

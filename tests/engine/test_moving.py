@@ -10,7 +10,7 @@ import pytest
 from tutti_sglang import checksum
 from tutti_sglang.engine import Engine, IoClass
 from tutti_sglang.engine.batch import IN_PROGRESS, Operation
-from tutti_sglang.engine.moving import Move, Mover, Read, State, land, launch, read
+from tutti_sglang.engine.moving import Move, Mover, Read, State, abandon, land, launch, read
 from tutti_sglang.engine.plan import Objects, object_addresses, plan
 from tutti_sglang.engine.system import SYSTEM
 from tutti_sglang.engine.threads import ThreadsEngine
@@ -213,6 +213,54 @@ def test_an_engine_that_is_closed_meanwhile_still_ends_what_is_under_way(rig, mo
     assert engine.close(PATIENCE)
     with pytest.raises(EngineError):
         read(engine, request_for(rig, rows, what, 2, 1))
+
+
+@pytest.mark.parametrize(("count", "step", "lanes"), [(1, 1, 1), (23, 5, 2), (14, 5, 8)])
+def test_what_is_read_ahead_comes_with_the_request_that_asks_for_it(rig, start, count, step, lanes):
+    every = objects(count + 3)
+    here, there = every.some(np.arange(3)), every.some(np.arange(3, count + 3))
+    rows, roots = room(every), roots_of(rig, there)
+    roots[0] ^= np.uint64(1)
+    whole = request_for(rig, rows, every, 1, 1)
+    now = whole._replace(objects=here, rows=whole.rows[:3])
+    size = step * OBJECT
+    starts = [rig.region.address + OBJECT + lane * size for lane in range(lanes)]
+    ahead = whole._replace(objects=there, rows=None, roots=roots, step=step, lanes=starts)
+    engine = start()
+    got = read(engine, now, None, ahead)
+    assert (got.states == State.WHOLE).all()
+    assert (got.begun is not None) == isinstance(engine, Mover)
+    got = read(engine, ahead._replace(rows=whole.rows[3:]), got.begun, None)
+    assert got.states.tolist() == [State.ALTERED] + [State.WHOLE] * (count - 1)
+    assert got.moved.counts.sum() == count * len(TENSORS)
+    assert got.open == {}
+    assert all(same(rig, rows, every, number) for number in range(count + 3))
+
+
+def test_what_is_abandoned_keeps_the_memory_that_a_drive_still_owns(rig, start):
+    what = objects(16)
+    rows = room(what)
+    order = what.order()
+    batch = plan(what, object_addresses(0, 16, OBJECT), Operation.READ, IoClass.DEMAND)
+    victim = batch[batch["tag"] == order[13]][0]  # in the fourth piece, which lies in the second lane of what is ahead
+    begin = int(victim["offset"])
+    stalled = FaultPlan({Fault.STALL: EVERY_BLOCK}, begin=begin, end=begin + BLOCK, drive=int(victim["drive"]))
+    engine = start(stalled)
+    if not isinstance(engine, Mover):
+        pytest.skip("this engine reads nothing ahead")
+    whole = request_for(rig, rows, what, 4, 4)
+    now = whole._replace(objects=what.some(order[:8]), rows=whole.rows[order[:8]], lanes=whole.lanes[:2])
+    ahead = whole._replace(objects=what.some(order[8:]), rows=None, lanes=whole.lanes[2:])
+    got = read(engine, now, None, ahead)
+    assert got.begun
+    batches = [*got.begun.tickets.values()]
+    assert not (engine.wait(batches[0], PATIENCE) == IN_PROGRESS).any()
+    left = abandon(engine, got.begun)
+    assert list(left) == [1]
+    before = rows.view.copy()
+    stalled.gate.open()
+    assert not (engine.wait(left[1], PATIENCE) == IN_PROGRESS).any()
+    assert (rows.view == before).all()
 
 
 def test_what_is_written_is_on_the_drives(rig, start):

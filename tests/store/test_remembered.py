@@ -36,7 +36,11 @@ def test_what_a_look_saw_is_recalled_for_any_batch_of_it() -> None:
     memory.add(1, keys(*range(10)), sight_of(10))
     found = memory.recall(1, keys(3, 4, 5))
     assert found is not None
-    assert found.slots.tolist() == [3, 4, 5]
+    assert found.sight.slots.tolist() == [3, 4, 5]
+    assert (found.following, found.after.slots.tolist()) == (keys(6, 7, 8), [6, 7, 8])
+    last = memory.recall(1, keys(7, 8))
+    assert last is not None
+    assert (last.following, last.after.slots.tolist()) == (keys(9), [9])
     assert memory.recall(1, keys(5, 4)) is None
     assert memory.recall(2, keys(3)) is None
     memory.forget()

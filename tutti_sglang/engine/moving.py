@@ -56,12 +56,13 @@ class Moved(NamedTuple):
 class Read(NamedTuple):
     """n objects to read through little staging: piece i lies where piece i - len(lanes) lay before.
 
-    rows: (n, t) where their tensors are to be copied; sizes: (t,) bytes of each, > 0; roots: (n,) what the roots of
-    their checksums must be, None: do not compare; lanes: addresses of `step` objects each; hold: as in Engine.submit.
+    rows: (n, t) where their tensors are to be copied, None of what is read ahead; sizes: (t,) bytes of each, > 0;
+    roots: (n,) what the roots of their checksums must be, None: do not compare; lanes: addresses of `step` objects
+    each; hold: as in Engine.submit.
     """
 
     objects: Objects
-    rows: Addresses
+    rows: Addresses | None
     sizes: npt.NDArray[np.integer[Any]]
     roots: Sums | None
     lanes: list[int]
@@ -71,23 +72,35 @@ class Read(NamedTuple):
     hold: Any = None
 
 
+class Begun(Protocol):
+    """A Read without rows whose first pieces are under way. Hand it to `read` or to `abandon`, once."""
+
+    request: Read
+    tickets: dict[int, Ticket]
+
+
 class Got(NamedTuple):
     """What became of it.
 
-    states: (n,) State; moved: the I/O; open: lane → ticket of the piece whose memory there the drives still own.
+    states: (n,) State; moved: the I/O; open: lane → ticket of the piece whose memory there the drives still own;
+    begun: what was asked for ahead, where that was begun.
     """
 
     states: npt.NDArray[np.uint8]
     moved: Moved
     open: dict[int, Ticket]
+    begun: Begun | None = None
 
 
 @runtime_checkable
 class Mover(Protocol):
     """An engine that does all of it by itself; see the functions of the same names."""
 
-    def read(self, request: Read) -> Got:
+    def read(self, request: Read, begun: Begun | None = None, ahead: Read | None = None) -> Got:
         """As `read`."""
+
+    def abandon(self, begun: Begun) -> dict[int, Ticket]:
+        """As `abandon`."""
 
     def launch(self, move: Move) -> Ticket:
         """As `launch`."""
@@ -96,10 +109,17 @@ class Mover(Protocol):
         """As `land`."""
 
 
-def read(engine: Engine, request: Read) -> Got:
-    """Read, copy and compare until the deadline. No row is written after this has returned. Raises EngineError when
-    the engine is closed."""
-    return engine.read(request) if isinstance(engine, Mover) else _Loop(engine, request).run()
+def read(engine: Engine, request: Read, begun: Begun | None = None, ahead: Read | None = None) -> Got:
+    """Read, copy and compare until the deadline. No row is written after this has returned. `begun`: the same objects,
+    without rows. `ahead`: what may be asked for next, begun as soon as all of the request is under way, by engines that
+    can. Raises EngineError when the engine is closed."""
+    return engine.read(request, begun, ahead) if isinstance(engine, Mover) else _Loop(engine, request).run()
+
+
+def abandon(engine: Engine, begun: Begun) -> dict[int, Ticket]:
+    """Nobody asks for it any more; lane → ticket of the piece whose memory there the drives still own."""
+    assert isinstance(engine, Mover)
+    return engine.abandon(begun)
 
 
 def launch(engine: Engine, move: Move) -> Ticket:
@@ -131,7 +151,8 @@ class _Loop:
     """The twin of kernels/host/moving.cpp."""
 
     def __init__(self, engine: Engine, request: Read) -> None:
-        self._engine, self._request = engine, request
+        assert request.rows is not None
+        self._engine, self._request, self._rows = engine, request, request.rows
         order = request.objects.order()
         self._pieces = [order[start : start + request.step] for start in range(0, len(order), request.step)]
         self._states = np.full(len(order), State.NEVER, dtype=np.uint8)
@@ -188,7 +209,7 @@ class _Loop:
         self._states[ticket.batch["tag"][results != ticket.batch["length"]]] = State.FAILED
         good = self._states[mine] == State.WHOLE
         whole, source = mine[good], tensor_addresses(self._base(piece)[good], request.objects.strides)
-        rows = request.rows[whole], source, request.sizes
+        rows = self._rows[whole], source, request.sizes
         if request.roots is None:
             memory.copy_rows(*rows)
         else:

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Operation
+from tutti_sglang.checksum import Sums
+from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Operation, Ticket
 from tutti_sglang.engine.moving import Moved, Read
 from tutti_sglang.engine.plan import Objects
 from tutti_sglang.kernels import native
@@ -41,6 +42,7 @@ class _Read(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "sizes", "roots", "lanes")),
         ("lane_count", ctypes.c_uint64),
         ("step", ctypes.c_uint64),
+        ("started", ctypes.c_uint64),
         ("deadline", ctypes.c_int64),
         ("klass", ctypes.c_uint32),
         ("states", ctypes.c_void_p),
@@ -90,31 +92,47 @@ class MovedRoom:
 
 
 class PackedRead:
-    """A Read; `address` is that of the structure."""
+    """A Read, of now or ahead; `address` is that of the structure; `tickets`: of pieces under way between two calls, by
+    lane."""
 
     def __init__(self, request: Read, deadline: int) -> None:
         objects, shape = request.objects, (len(request.objects.places), len(request.objects.tensors))
-        assert request.rows.shape == shape
         assert len(request.sizes) == shape[1]
-        assert request.rows.dtype == np.uint64
         assert request.step > 0
+        self.request = request
+        self.tickets: dict[int, Ticket] = {}
         packed, lanes = PackedObjects(objects), len(request.lanes)
         self._room = MovedRoom(packed.contexts, objects.drives)
         self._states = np.empty(shape[0], dtype=np.uint8)
         self.handles = np.zeros(lanes, dtype=np.uint64)
         self.counts = np.zeros(lanes, dtype=np.uint32)
-        rows, rows_at = _of(request.rows, np.uint64)
         sizes, sizes_at = _of(request.sizes, np.uint64)
         lane, lane_at = _of(request.lanes, np.uint64)
-        roots, roots_at = (None, None) if request.roots is None else _of(request.roots, np.uint64)
-        self._kept = packed, rows, sizes, lane, roots
+        self._kept = packed, sizes, lane
         self._structure = _Read(
             packed.structure,
-            *(rows_at, sizes_at, roots_at, lane_at),
-            *(lanes, request.step, deadline, request.klass, self._states.ctypes.data, self._room.structure),
+            *(None, sizes_at, None, lane_at),
+            *(lanes, request.step, 0, deadline, request.klass, self._states.ctypes.data, self._room.structure),
             *(self.handles.ctypes.data, self.counts.ctypes.data),
         )
         self.address = ctypes.addressof(self._structure)
+        if request.rows is not None:
+            self.aim(request.rows, request.roots, deadline)
+
+    def aim(self, rows: Addresses, roots: Sums | None, deadline: int) -> None:
+        """Where the objects are to be copied, and what their roots must be."""
+        shape = self._states.size, len(self.request.sizes)
+        assert rows.shape == shape
+        assert rows.dtype == np.uint64
+        rows, self._structure.rows = _of(rows, np.uint64)
+        roots, self._structure.roots = (None, None) if roots is None else _of(roots, np.uint64)
+        self._structure.deadline = deadline
+        self._aimed = rows, roots
+
+    @property
+    def started(self) -> int:
+        """Pieces that are under way or were."""
+        return int(self._structure.started)
 
     @property
     def states(self) -> Any:

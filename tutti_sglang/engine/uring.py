@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Results, Ticket
 from tutti_sglang.engine.home import Home
-from tutti_sglang.engine.moving import Got, Move, Moved, Read
+from tutti_sglang.engine.moving import Begun, Got, Move, Moved, Read
 from tutti_sglang.engine.packed import MovedRoom, PackedObjects, PackedRead
 from tutti_sglang.errors import EngineError
 from tutti_sglang.kernels import native
@@ -79,7 +79,8 @@ def uring_refused() -> str:
 
 
 class _NativeTicket(Ticket):
-    """A batch that the library owns; it forgets it when the last one who could ask is gone. Of a batch that the library
+    """A batch that the library owns; it forgets it when the last one who could ask is gone. `handle` is 0 when it was
+    given back to the library. Of a batch that the library
     planned, `batch` has the length alone; `drives`: one more than the highest ordinal in it."""
 
     def __init__(self, batch: Batch, handle: int, hold: Any, engine: "UringEngine") -> None:
@@ -88,7 +89,7 @@ class _NativeTicket(Ticket):
         self.drives = 0
 
     def __del__(self) -> None:
-        if self.engine.here():
+        if self.handle and self.engine.here():
             self.engine.library.tutti_ticket_release(self.handle)
 
 
@@ -186,17 +187,40 @@ class UringEngine:
             self._sweep()
         return results
 
-    def read(self, request: Read) -> Got:
+    def read(self, request: Read, begun: Begun | None = None, ahead: Read | None = None) -> Got:
         """As engine.moving.read, in one foreign call."""
         self._check()
         self._sweep()
-        call = PackedRead(request, _nanoseconds(request.deadline))
-        self.library.tutti_engine_read(self._handle, call.address)
-        still_open: dict[int, Ticket] = {
-            lane: self._keep(np.zeros(call.counts[lane], IOCTX_DTYPE), int(call.handles[lane]), request.hold)
+        after = PackedRead(ahead, _nanoseconds(ahead.deadline)) if ahead else None
+        if begun is None:
+            call = PackedRead(request, _nanoseconds(request.deadline))
+        else:
+            assert isinstance(begun, PackedRead)
+            assert request.rows is not None
+            call = begun
+            call.aim(request.rows, request.roots, _nanoseconds(request.deadline))
+            for ticket in call.tickets.values():
+                self._give_away(ticket)
+        self.library.tutti_engine_read(self._handle, call.address, after and after.address)
+        if after:
+            after.tickets = self._open(after)
+        return Got(call.states, call.moved(), self._open(call), after if after and after.started else None)
+
+    def abandon(self, begun: Begun) -> dict[int, Ticket]:
+        """As engine.moving.abandon."""
+        self._home.check()
+        assert isinstance(begun, PackedRead)
+        for ticket in begun.tickets.values():
+            self.cancel(ticket)
+        done = self.library.tutti_ticket_done
+        return {lane: each for lane, each in begun.tickets.items() if not done(_native(each).handle)}
+
+    def _open(self, call: PackedRead) -> dict[int, Ticket]:
+        """Tickets of the pieces that are under way, by lane."""
+        return {
+            lane: self._keep(np.zeros(call.counts[lane], IOCTX_DTYPE), int(call.handles[lane]), call.request.hold)
             for lane in np.flatnonzero(call.handles).tolist()
         }
-        return Got(call.states, call.moved(), still_open)
 
     def launch(self, move: Move) -> Ticket:
         """As engine.moving.launch, in one foreign call."""
@@ -255,6 +279,12 @@ class UringEngine:
         self._live[ticket.serial] = ticket
         return ticket
 
+    def _give_away(self, ticket: Ticket) -> None:
+        """The library releases it."""
+        native_ticket = _native(ticket)
+        self._forget(native_ticket)
+        native_ticket.handle = 0
+
     def _sweep(self) -> None:
         """Let go of what is done and nobody has waited for."""
         for ticket in list(self._live.values()):
@@ -269,6 +299,11 @@ class UringEngine:
         self._home.check()
         if self._closed:
             raise EngineError("The I/O engine is closed")
+
+
+def _native(ticket: Ticket) -> _NativeTicket:
+    assert isinstance(ticket, _NativeTicket)
+    return ticket
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -1,6 +1,7 @@
 """A get: from staging what was accepted here, the rest from the drives between two looks into the index."""
 
 import time
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from tutti_sglang.store.keys import marks, some, split
 from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, LATE, PERMANENT, UNANSWERED, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.reader import Reader, Request
-from tutti_sglang.store.remembered import Remembered
+from tutti_sglang.store.remembered import Recalled, Remembered
 from tutti_sglang.store.sight import Flags, Sight, look
 from tutti_sglang.store.slots import Slots, segments_of
 from tutti_sglang.store.space import Space
@@ -25,6 +26,14 @@ When = tuple[float, IoClass]
 
 _REASONS = {CORRUPT: "checksum", CHANGED: "changed", EXPIRED: "grace", LATE: "deadline", UNANSWERED: "deadline"}
 _NOT_THE_OBJECT = frozenset([CHANGED, EXPIRED, LATE])
+
+
+class Seen(NamedTuple):
+    """(m,) which of some keys can be read, in which slots, with which roots."""
+
+    which: Which
+    slots: Slots
+    roots: Sums
 
 
 class Getter:
@@ -65,8 +74,13 @@ class Getter:
             self._remembered.expect(space.id, keys)
 
     def forget(self) -> None:
-        """What was remembered: it was removed."""
+        """What was remembered and read ahead: it was removed."""
         self._remembered.forget()
+        self._reader.ahead.forget()
+
+    def tidy(self) -> None:
+        """Give up what was read ahead and not asked for. To be called now and then."""
+        self._reader.ahead.tidy()
 
     def _at_once(self, space: Space, keys: bytes, rows: Addresses, when: When) -> Flags:
         """(n,) whether the object is in its rows, where the look of a moment ago saw it.
@@ -76,32 +90,33 @@ class Getter:
         asked for again, by the book.
         """
         good = np.zeros(len(rows), dtype=np.bool_)
-        sight = self._recall(space, keys)
-        if sight is None or not sight.readable.any():
+        recalled = self._recall(space, keys)
+        if recalled is None or not recalled.sight.readable.any():
             return good
-        which = np.flatnonzero(sight.readable)
-        roots = sight.records["root"][which] ^ marks(space.id, some(keys, which))
-        good[which] = self._read(space, sight.slots[which], roots, rows[which], when) == GOOD
+        sight = recalled.sight
+        which, slots, roots = _seen(space, keys, sight)
+        then = _seen(space, recalled.following, recalled.after)
+        good[which] = self._read(space, slots, roots, rows[which], when, then) == GOOD
         self._parts.hits.hit(space, sight.slots[good])
         return good
 
-    def _recall(self, space: Space, keys: bytes) -> Sight | None:
+    def _recall(self, space: Space, keys: bytes) -> Recalled | None:
         """What is remembered of these keys; a look, once for many batches, where they belong to a request."""
-        sight = self._remembered.recall(space.id, keys)
-        if sight is None and (stretch := self._remembered.stretch(space.id, keys)):
+        recalled = self._remembered.recall(space.id, keys)
+        known = len(keys) + len(recalled.following) if recalled else 0
+        if known < 2 * len(keys) and len(stretch := self._remembered.stretch(space.id, keys)) > known:
             self._remembered.add(space.id, stretch, look(self._parts, space, stretch))
-            sight = self._remembered.recall(space.id, keys)
-        return sight
+            recalled = self._remembered.recall(space.id, keys)
+        return recalled
 
     def _from_drives(self, space: Space, keys: bytes, rows: Addresses, when: When) -> Flags:
         parts, grace = self._parts, self._parts.config.grace_seconds
         with parts.owners.reading(parts.index.last_epoch, grace) as read:
             first = look(parts, space, keys)
-            which = np.flatnonzero(first.readable)
+            which, slots, roots = _seen(space, keys, first)
             found = np.full(len(first.records), GOOD, dtype=np.int32)
             if len(which):
-                roots = first.records["root"][which] ^ marks(space.id, some(keys, which))
-                found[which] = self._read(space, first.slots[which], roots, rows[which], when)
+                found[which] = self._read(space, slots, roots, rows[which], when)
                 # A slot may have been given to another object between the look and the read.
                 second = parts.index.lookup(space.id, keys).records
                 found[which[second[which] != first.records[which]]] = CHANGED
@@ -112,20 +127,19 @@ class Getter:
         parts.hits.hit(space, first.slots[good])
         return good
 
-    def _read(self, space: Space, slots: Slots, roots: Sums, rows: Addresses, when: When) -> Codes:
+    def _read(
+        self, space: Space, slots: Slots, roots: Sums, rows: Addresses, when: When, then: Seen | None = None
+    ) -> Codes:
+        """`then`: what may be asked for next."""
         found, (deadline, klass) = np.full(len(slots), UNOPENED, dtype=np.int32), when
-        with self._parts.segments.use(np.unique(segments_of(slots)).tolist(), until=deadline) as geometries:
-            opened = np.flatnonzero(np.isin(segments_of(slots), list(geometries)))
-            request = Request(
-                space,
-                slots[opened],
-                roots[opened],
-                rows[opened],
-                geometries,
-                klass,
-                deadline,
-            )
-            found[opened] = self._reader.read(request)
+        every = slots if then is None else np.concatenate([slots, then.slots])
+        with self._parts.segments.use(np.unique(segments_of(every)).tolist(), until=deadline) as geometries:
+            whole = Request(space, slots, roots, rows, geometries, klass, deadline)
+            opened = np.isin(segments_of(every), list(geometries))
+            mine, after = opened[: len(slots)], None
+            if then is not None and len(then.slots) and opened[len(slots) :].all():
+                after = whole._replace(slots=then.slots, roots=then.roots, klass=IoClass.PRELOAD)
+            found[mine] = self._reader.read(whole if mine.all() else whole.some(np.flatnonzero(mine)), after)
         if time.monotonic() >= deadline:  # the file may have opened a moment later
             found[found == UNOPENED] = LATE
         return found
@@ -153,3 +167,9 @@ class Getter:
         self._parts.metrics.add("tutti_hit_objects", staged, tier="staging")
         self._parts.metrics.add("tutti_hit_objects", delivered - staged, tier="drive")
         self._parts.metrics.add("tutti_bytes", delivered * space.payload, op="read")
+
+
+def _seen(space: Space, keys: bytes, sight: Sight) -> Seen:
+    which = np.flatnonzero(sight.readable)
+    mine = keys if len(which) == len(sight.readable) else some(keys, which)
+    return Seen(which, sight.slots[which], sight.records["root"][which] ^ marks(space.id, mine))

@@ -119,7 +119,7 @@ class ObjectStore:
         self._upkeep = Upkeep(self._parts, self._room, self._growth, self._publisher, evictor)
         self._getter = Getter(self._parts)
         self._putter = Putter(self._parts)
-        self._writer = Writer(self._parts, self._room, self._publisher, self._upkeep.tick)
+        self._writer = Writer(self._parts, self._room, self._publisher, [self._upkeep.tick, self._getter.tidy])
         self._calls = Calls()
         self._closing = threading.Lock()
         self._closed = self._released = False
@@ -282,6 +282,7 @@ class ObjectStore:
             return self._released
 
     def _leave(self, deadline: float) -> bool:
+        self._getter.forget()
         try:
             self._room.leave()
         except StoreError as error:  # the next one to open the store reclaims them

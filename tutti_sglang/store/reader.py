@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.batch import IoClass, Operation, Ticket
-from tutti_sglang.engine.moving import Got, Moved, Read, State, read
-from tutti_sglang.engine.staging import Extent
+from tutti_sglang.engine.moving import Got, Moved, Read, State, abandon, read
+from tutti_sglang.errors import EngineError
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.memory import Addresses
+from tutti_sglang.store.ahead import Ahead, Lanes, ReadAhead
 from tutti_sglang.store.outcome import CORRUPT, LATE, Codes, codes
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.plan import objects_of
@@ -24,6 +25,9 @@ LANES = 8
 
 PIECE = 2 << 20, 8 << 20
 """Bytes of a piece, at least and at most: small enough that a short read overlaps too, large enough for long I/O."""
+
+AHEAD_SECONDS = 0.05
+"""For so long after a call no write starts where its successor is being read."""
 
 _TRANSIENT = [errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EINVAL]
 """Worth one more attempt within the same call."""
@@ -51,6 +55,12 @@ class Request(NamedTuple):
         return self._replace(slots=self.slots[which], roots=self.roots[which], rows=self.rows[which])
 
     @property
+    def name(self) -> tuple[int, bytes, bytes]:
+        """What it is that is read, whoever wants it where; requests for some tensors have none in common."""
+        which = b"" if self.tensors is None else self.tensors.tobytes()
+        return self.space.id, self.slots.tobytes() + which, self.roots.tobytes()
+
+    @property
     def size(self) -> int:
         """Bytes of staging for one object."""
         return self.space.object_size if self.tensors is None else int(self.space.strides[self.tensors].sum())
@@ -70,68 +80,92 @@ class Reader:
         self._verify = verify
         self._engine = parts.engine
         self._staging = parts.staging
+        self.ahead = ReadAhead(parts)
 
-    def read(self, request: Request) -> Codes:
-        """(n,) GOOD where the object is in its rows, else an errno. No row is written after this returned."""
-        found = self._attempt(request)
+    def read(self, request: Request, then: Request | None = None) -> Codes:
+        """(n,) GOOD where the object is in its rows, else an errno. No row is written after this returned. `then`: what
+        is likely to be asked for next; its rows do not matter."""
+        found = self._attempt(request, then)
         again = np.flatnonzero(np.isin(found, _TRANSIENT))
         if len(again) and time.monotonic() < request.deadline:
-            found[again] = self._attempt(request.some(again))
+            found[again] = self._attempt(request.some(again), None)
         return found
 
-    def _attempt(self, request: Request) -> Codes:
+    def _attempt(self, request: Request, then: Request | None) -> Codes:
         if not len(request.slots):
             return np.zeros(0, dtype=np.int32)
-        step = self._step(len(request.slots), request.size)
-        lanes = min(LANES, -(-len(request.slots) // step))
+        ahead = self.ahead.claim(request.name)
         start = time.monotonic()
-        extent = self._extent(lanes, step * request.size, request.deadline)
+        lanes = ahead.lanes if ahead else self._lanes(request)
         self._observe("staging", start)
-        if extent is None:
+        if lanes is None:
             return np.full(len(request.slots), LATE, dtype=np.int32)
-        return self._through(extent, step, request)
+        return self._through(lanes, request, ahead, then)
 
-    def _step(self, objects: int, size: int) -> int:
-        """Objects per piece."""
-        least, most = PIECE
-        return max(1, min(max(objects * size // LANES, least), most, self._staging.size // (2 * LANES)) // size)
-
-    def _extent(self, lanes: int, nbytes: int, deadline: float) -> Extent | None:
-        """Staging for `lanes` pieces of `nbytes`, or for as many as there is room for; one is waited for."""
+    def _lanes(self, request: Request) -> Lanes | None:
+        """Staging for the pieces of a request, or for as many as there is room for; one is waited for."""
+        lanes, step = self._shape(request)
+        nbytes = step * request.size
         while lanes > 1:
             if extent := self._staging.acquire(lanes * nbytes):
-                return extent
+                return Lanes(extent, nbytes, step)
             lanes //= 2
-        return self._staging.wait(nbytes, deadline)
+        last = self._staging.wait(nbytes, request.deadline)
+        return Lanes(last, nbytes, step) if last else None
 
-    def _through(self, extent: Extent, step: int, request: Request) -> Codes:
-        """Read all objects through `extent`, `step` at a time, and give it back."""
-        piece = step * request.size
-        lanes = list(range(extent.address, extent.address + extent.size - piece + 1, piece))
-        objects = objects_of(request.geometries, request.slots, request.tensors)
-        still_open: dict[int, Ticket] = {}
+    def _shape(self, request: Request) -> tuple[int, int]:
+        """Lanes, and objects per piece."""
+        objects, (least, most) = len(request.slots), PIECE
+        size = max(objects * request.size // LANES, least)
+        step = max(1, min(size, most, self._staging.size // (2 * LANES)) // request.size)
+        return min(LANES, -(-objects // step)), step
+
+    def _through(self, lanes: Lanes, request: Request, ahead: Ahead | None, then: Request | None) -> Codes:
+        """Read all objects through `lanes`, and give them back; begin with what is next."""
+        now = ahead.begun.request if ahead else self._pack(request, lanes)
+        now = now._replace(rows=request.rows, roots=self._roots(request), deadline=request.deadline)
+        room = self.ahead.lanes(*self._room_for(then)) if then and self.ahead.possible else None
+        begun, still_open = ahead and ahead.begun, dict[int, Ticket]()
+        got: Got | None = None
         try:
-            with self._parts.window.reading(objects.cycle, request.klass):
+            following = self._pack(then, room) if then and room else None
+            with self._parts.window.reading(now.objects.cycle, request.klass):
                 start = time.monotonic()
-                got = read(
-                    self._engine,
-                    Read(
-                        objects=objects,
-                        rows=request.rows,
-                        sizes=request.sizes,
-                        roots=request.roots if self._verify else None,
-                        lanes=lanes,
-                        step=step,
-                        klass=request.klass,
-                        deadline=request.deadline,
-                        hold=self._staging,
-                    ),
-                )
+                got = read(self._engine, now, begun, following)
                 self._observe("drive", start)
             still_open = got.open
+        except EngineError:
+            still_open = abandon(self._engine, begun) if begun else {}
+            raise
         finally:
-            self._give_back(extent, piece, still_open)
+            self.ahead.give_back(lanes, still_open)
+            if then and room and got and got.begun:
+                self.ahead.keep(Ahead(then.name, got.begun, room, time.monotonic()))
+                self._parts.window.expect_reads(now.objects.cycle, AHEAD_SECONDS)
+            elif room:
+                self.ahead.give_back(room, {})
         return self._judged(request, got)
+
+    def _room_for(self, request: Request) -> tuple[int, int, int]:
+        lanes, step = self._shape(request)
+        return lanes, step * request.size, step
+
+    def _pack(self, request: Request, lanes: Lanes) -> Read:
+        """As the engine wants it, without rows."""
+        return Read(
+            objects=objects_of(request.geometries, request.slots, request.tensors),
+            rows=None,
+            sizes=request.sizes,
+            roots=None,
+            lanes=lanes.addresses,
+            step=lanes.step,
+            klass=request.klass,
+            deadline=request.deadline,
+            hold=self._staging,
+        )
+
+    def _roots(self, request: Request) -> Sums | None:
+        return request.roots if self._verify else None
 
     def _observe(self, phase: str, start: float) -> None:
         self._parts.metrics.observe("tutti_wait_seconds", time.monotonic() - start, phase=phase)
@@ -155,11 +189,3 @@ class Reader:
             if self._parts.segments.beyond_end(int(ioctx["drive"]), segment, start + int(ioctx["length"])):
                 moved.failed["result"][at] = -errno.ENODATA
         return moved
-
-    def _give_back(self, extent: Extent, piece: int, still_open: dict[int, Ticket]) -> None:
-        """What the drives still owe stays where they may write: it returns when the answer comes."""
-        for lane, part in enumerate(self._staging.split(extent, piece) if still_open else [extent]):
-            if lane in still_open:
-                self._staging.quarantine(part, self._engine, still_open[lane])
-            else:
-                self._staging.release(part)

@@ -26,6 +26,14 @@ class _Look(NamedTuple):
     until: float
 
 
+class Recalled(NamedTuple):
+    """`sight`: of the keys that were asked for; `after`: of as many keys, `following`, that came next in that look."""
+
+    sight: Sight
+    following: bytes
+    after: Sight
+
+
 class Remembered:
     """Thread safe."""
 
@@ -53,15 +61,16 @@ class Remembered:
         with self._lock:
             self._looks.append(_Look(namespace, keys, sight, time.monotonic() + SECONDS))
 
-    def recall(self, namespace: int, keys: bytes) -> Sight | None:
+    def recall(self, namespace: int, keys: bytes) -> Recalled | None:
         """What a look saw of these keys, the latest that asked for all of them in this order."""
         now = time.monotonic()
         with self._lock:
             looks = [look for look in self._looks if look.namespace == namespace and look.until > now]
         for look in reversed(looks):
             if (at := _find(keys, look.keys)) is not None:
-                first = at // KEY_SIZE
-                return look.sight.some(slice(first, first + len(keys) // KEY_SIZE))
+                end, beyond = at + len(keys), at + 2 * len(keys)
+                this, after = slice(at // KEY_SIZE, end // KEY_SIZE), slice(end // KEY_SIZE, beyond // KEY_SIZE)
+                return Recalled(look.sight.some(this), look.keys[end:beyond], look.sight.some(after))
         return None
 
     def forget(self) -> None:

@@ -60,7 +60,7 @@ class _Load:
 class Writer:
     """Takes parcels from `parts.accepted` until `stop`."""
 
-    def __init__(self, parts: Parts, room: Room, publisher: Publisher, upkeep: Callable[[], None]) -> None:
+    def __init__(self, parts: Parts, room: Room, publisher: Publisher, upkeep: list[Callable[[], None]]) -> None:
         self._parts = parts
         self._room = room
         self._publisher = publisher
@@ -89,8 +89,8 @@ class Writer:
             self._survive(self._step)
             if time.monotonic() >= self._next_tick:
                 self._next_tick = time.monotonic() + TICK_SECONDS
-                self._survive(self._sweep)
-                self._survive(self._upkeep)
+                for duty in (self._sweep, *self._upkeep):
+                    self._survive(duty)
 
     def _survive(self, act: Callable[[], None]) -> None:
         try:
@@ -154,7 +154,6 @@ class Writer:
                 held.close()
                 self._finish(parcels, [])
                 return
-            deadline = self._deadline()
             deadline, objects = self._deadline(), objects_of(geometries, slots)
             nbytes = len(slots) * space.object_size
             held.enter_context(self._parts.window.writing(objects.cycle, nbytes))

@@ -26,7 +26,7 @@ from tutti_sglang.engine.batch import Batch, Operation, Results
 from tutti_sglang.engine.system import SYSTEM, Iovecs, Place, Seam, head
 
 BLOCK = 4096
-STALL_SECONDS = 60.0
+STALL_SECONDS = 600.0
 EVERY_BLOCK = 1 << 16
 ANY_DRIVE = 0xFFFF
 READS, WRITES = 1 << Operation.READ, 1 << Operation.WRITE

@@ -162,9 +162,24 @@ void whole_objects_through_little_staging(bool pool) {
             std::vector<std::uint8_t> states(count);
             std::vector<tutti_ticket *> open(lanes);
             std::vector<std::uint32_t> open_contexts(lanes);
-            tutti_read read{objects, rows.data(), sizes.data(), roots.data(), lane, lanes, step,
+            tutti_read read{objects, rows.data(), sizes.data(), roots.data(), lane, lanes, step, 0,
                             tutti::now_ns() + 60 * kSecond, 0, states.data(), moved, open.data(), open_contexts.data()};
-            tutti_engine_read(scratch.engine, &read);
+            tutti_read nothing = read;
+            nothing.objects.count = 0;
+            tutti_engine_read(scratch.engine, &nothing, &read);
+            CHECK(!read.started);  // where nothing is read, nothing is read ahead
+            tutti_objects first = objects;
+            first.count = 1;
+            std::vector<unsigned char> elsewhere(size);
+            const std::uint64_t other_lane = Scratch::address(elsewhere.data());
+            std::uint8_t state;
+            tutti_ticket *its_ticket = nullptr;
+            std::uint32_t its_contexts;
+            tutti_read before{first, rows.data(), sizes.data(), nullptr, &other_lane, 1, 1, 0,
+                              tutti::now_ns() + 60 * kSecond, 0, &state, moved, &its_ticket, &its_contexts};
+            tutti_engine_read(scratch.engine, &before, &read);
+            CHECK(state == kWhole && !its_ticket && read.started == lanes && std::ranges::count(open, nullptr) == 0);
+            tutti_engine_read(scratch.engine, &read, nullptr);
             CHECK(!read.moved.failed_count && target == content);
             CHECK(states[5] == kAltered && std::ranges::count(states, kWhole) == count - 1);
             CHECK(std::ranges::count(open, nullptr) == lanes);
@@ -174,7 +189,8 @@ void whole_objects_through_little_staging(bool pool) {
             read.objects.tensor_count = 1;
             read.rows = part_rows.data();
             read.roots = nullptr;
-            tutti_engine_read(scratch.engine, &read);
+            read.started = 0;
+            tutti_engine_read(scratch.engine, &read, nullptr);
             for (std::uint64_t i = 0; i < content.size(); ++i) CHECK(target[i] == (i / tensor % tensors ? content[i] : 0));
         });
     for (auto &thread : running) thread.join();
