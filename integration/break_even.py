@@ -77,16 +77,21 @@ class Timing:
         if self._judge:
             self._judge.announce(rid, prefix, new)
 
-    def pages(self, lengths: Sequence[int], page_tokens: int, page_bytes: int) -> int:
-        """How many pages of the request that is looked up now are worth loading."""
+    def pages(self, lengths: Sequence[int], page_tokens: int, page_bytes: int, remote: Sequence[int]) -> int:
+        """How many pages of the request that is looked up now are worth loading. `remote`: as Judge.pages."""
         if not self._judge:
             return lengths[-1] if lengths else 0
-        return self._judge.pages(waits.current_request(), lengths, page_tokens, page_bytes)
+        return self._judge.pages(waits.current_request(), lengths, page_tokens, page_bytes, remote)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         """Pages came from the drives. While some lie in memory the time says nothing of the drives."""
-        if self._judge and not self._store.pending:
+        if self._judge and nbytes > 0 and not self._store.pending:
             self._judge.loaded(nbytes, seconds)
+
+    def received(self, nbytes: int, seconds: float) -> None:
+        """As Judge.received."""
+        if self._judge and nbytes > 0:
+            self._judge.received(nbytes, seconds)
 
     def save(self) -> None:
         """Keep what was measured for the next start."""

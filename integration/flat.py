@@ -31,7 +31,7 @@ class FlatObjects:
         """The store's id of the namespace."""
         if shape not in self._ids:
             namespace = self._namespace_of(shape.nbytes, str(shape.dtype).removeprefix("torch."))
-            self._ids[shape] = self._store.attach(namespace)
+            self._ids[shape] = self._store.attach(namespace, share=False)
         return self._ids[shape]
 
     def lookup(self, keys: bytes) -> Found:

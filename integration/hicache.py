@@ -31,6 +31,7 @@ from tutti_sglang.integration.tier import Tier
 from tutti_sglang.integration.waits import process_waits
 from tutti_sglang.integration.writers import Place
 from tutti_sglang.metrics import process_metrics
+from tutti_sglang.store import ABSENT
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,10 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         if self._tier.anchor_is_logical:
             return 0
         with self._waits.looking_up(len(keys)):
-            length = leading(self._tier.lookup(PoolName.KV, key_bytes(keys)))
+            places = self._tier.locate(PoolName.KV, key_bytes(keys))
+        length = leading(places != ABSENT)
         self._stats.looked_up({PoolName.KV: length}, [], len(keys))
-        return self._tier.worth_loading(range(1, length + 1))
+        return self._tier.worth_loading(range(1, length + 1), places)
 
     @guarded(_misses)
     def batch_get_v1(
@@ -130,9 +132,13 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
         if self._tier.anchor_is_logical and not gates:
             return PoolTransferResult(0, {}, [])
         with self._waits.looking_up(len(keys)):
-            pages, hits = restorable(lambda name: self._tier.lookup(name, binary), gates)
+            places = self._tier.locate(PoolName.KV, binary)
+            found = {PoolName.KV: places != ABSENT} | {
+                each.name: self._tier.locate(each.name, binary) != ABSENT for each in gates
+            }
+        pages, hits = restorable(found.__getitem__, gates)
         self._stats.looked_up(hits, [each.name for each in gates], len(keys))
-        most = self._tier.worth_loading(pages)
+        most = self._tier.worth_loading(pages, places)
         return PoolTransferResult(most, hits, [each for each in pages if each <= most])
 
     @guarded(_pool_misses)
@@ -243,11 +249,16 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
 
     def _get(self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float) -> list[bool]:
         start = time.monotonic()
+        self._tier.store.take_received()
         with self._waits.reading(len(keys)):
             got = self._tier.get(name, key_bytes(keys), indices, deadline)
         seconds = time.monotonic() - start
-        if name == PoolName.KV and got.all():
-            self._tier.timing.loaded(len(keys) * self._tier.page_bytes(name), seconds)
+        if name == PoolName.KV:
+            received = self._tier.store.take_received()
+            self._tier.timing.received(*received)
+            if got.all():
+                nbytes = len(keys) * self._tier.page_bytes(name)
+                self._tier.timing.loaded(nbytes - received.nbytes, seconds - received.seconds)
         self._stats.moved(name, "prefetch", got, self._tier.page_bytes(name), seconds)
         return _bools(got)
 

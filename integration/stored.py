@@ -11,7 +11,7 @@ from tutti_sglang.engine.batch import IoClass
 from tutti_sglang.integration.calls import KEY_BYTES
 from tutti_sglang.integration.pools import PoolView
 from tutti_sglang.memory import Addresses
-from tutti_sglang.store import Layers, ObjectStore
+from tutti_sglang.store import ABSENT, Layers, ObjectStore, Places
 from tutti_sglang.store.namespace import Namespace
 
 Found = npt.NDArray[np.bool_]
@@ -21,16 +21,31 @@ class StoredPool:
     """`namespaces`: one for each page map of `view` (head groups, none of a logical pool); a page is there when all of
     its objects are."""
 
-    def __init__(self, store: ObjectStore, view: PoolView, namespaces: tuple[Namespace, ...]) -> None:
+    def __init__(
+        self, store: ObjectStore, view: PoolView, namespaces: tuple[Namespace, ...], share: bool = True
+    ) -> None:
+        """`share`: with the fleet, where there is one."""
         assert len(namespaces) == len(view.maps)
         self.view = view
         self.namespaces = namespaces
         self._store = store
-        self._ids = [store.attach(namespace) for namespace in namespaces]
+        self._ids = [store.attach(namespace, share=share) for namespace in namespaces]
 
     def lookup(self, keys: bytes) -> Found:
         """(n,) whether the page is stored, or accepted by this process."""
         return _all(len(keys) // KEY_BYTES, [self._store.lookup(each, keys) for each in self._ids])
+
+    @property
+    def shares(self) -> bool:
+        """Whether there is a fleet to ask for what is not here."""
+        return self._store.fleet is not None
+
+    def locate(self, keys: bytes) -> Places:
+        """(n,) where the page is: ABSENT, HERE, or PEER where a part of it is in the fleet, which is asked for what is
+        not here. Not for the scheduler thread: that may take a tenth of a second."""
+        places = [self._store.locate(each, keys) for each in self._ids]
+        found = _all(len(keys) // KEY_BYTES, [each != ABSENT for each in places])
+        return np.asarray(np.where(found, np.maximum.reduce(places) if places else 1, ABSENT), np.uint8)
 
     def get(self, keys: bytes, indices: torch.Tensor, deadline: float) -> Found:
         """Fill the pages at `indices` (token slots); (n,) whether it came. Rows are not touched after the return."""
@@ -90,9 +105,11 @@ class CopiedPool(StoredPool):
         return self._store.put(self._ids[0], keys, _rows(copies), deadline, depth=depth)
 
 
-def stored_pool(store: ObjectStore, view: PoolView, namespaces: tuple[Namespace, ...]) -> StoredPool:
+def stored_pool(
+    store: ObjectStore, view: PoolView, namespaces: tuple[Namespace, ...], share: bool = True
+) -> StoredPool:
     """By addresses where the view has them."""
-    return (StoredPool if view.pool is None else CopiedPool)(store, view, namespaces)
+    return (StoredPool if view.pool is None else CopiedPool)(store, view, namespaces, share)
 
 
 def _rows(copies: list[torch.Tensor]) -> npt.NDArray[np.uint64]:

@@ -21,7 +21,7 @@ from tutti_sglang.integration.served import is_repeatable, served
 from tutti_sglang.integration.stored import Found, StoredPool, stored_pool
 from tutti_sglang.integration.writers import Place, place
 from tutti_sglang.metrics import process_metrics
-from tutti_sglang.store import ObjectStore
+from tutti_sglang.store import ABSENT, HERE, PEER, ObjectStore, Places
 from tutti_sglang.store.namespace import Namespace
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,14 @@ class Tier:
         found = pool.lookup(keys) if pool else np.zeros(len(keys) // KEY_BYTES, np.bool_)
         return found | self.flat.lookup(keys) if name == PoolName.KV else found
 
+    def locate(self, name: str, keys: bytes) -> Places:
+        """(n,) where each page is: as `lookup`, and the fleet is asked for what is not here."""
+        pool = self._pools.get(name)
+        places = pool.locate(keys) if pool else np.zeros(len(keys) // KEY_BYTES, np.uint8)
+        if name == PoolName.KV:
+            places[(places == ABSENT) & self.flat.lookup(keys)] = HERE
+        return places
+
     def get(self, name: str, keys: bytes, indices: torch.Tensor | None, deadline: float) -> Found:
         """(n,) which pages were filled."""
         pool = self._pools.get(name)
@@ -116,13 +124,14 @@ class Tier:
         pool = self._pools.get(name)
         return pool is not None and pool.view.sharded
 
-    def worth_loading(self, lengths: Sequence[int]) -> int:
-        """Of the numbers of pages that can be restored (ascending), the one with which the request starts soonest."""
+    def worth_loading(self, lengths: Sequence[int], places: Places) -> int:
+        """Of the numbers of pages that can be restored (ascending), the one with which the request starts soonest.
+        `places`: (n,) where each page of the prefix is."""
         anchor = self._pools.get(PoolName.KV)
         if anchor is None:
             return lengths[-1] if lengths else 0
         nbytes = anchor.view.page_bytes or sum(pool.view.page_bytes for pool in self._pools.values())
-        return self.timing.pages(lengths, anchor.view.page_size, nbytes)
+        return self.timing.pages(lengths, anchor.view.page_size, nbytes, np.cumsum(places == PEER).tolist())
 
     def clear(self) -> int:
         """Remove the objects of this rank's namespaces; how many."""
@@ -155,7 +164,9 @@ class Tier:
             self.clear()
 
     def _stored(self, name: str, view: PoolView) -> StoredPool:
-        return stored_pool(self.store, view, ids.namespaces(self._identity, self._storage, view, str(name)))
+        # What no other server can have, or find again, is not for a fleet.
+        share = is_repeatable(self._identity)
+        return stored_pool(self.store, view, ids.namespaces(self._identity, self._storage, view, str(name)), share)
 
     def _flat_objects(self) -> FlatObjects:
         # Holds no reference to this object: a cycle would keep a detached store's files until the next collection.

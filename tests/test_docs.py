@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tutti_sglang.cli.app import VERBS
-from tutti_sglang.config import Config, load_config
+from tutti_sglang.config import Config, PeerConfig, load_config
 from tutti_sglang.metrics import _COUNTERS, _GAUGES, _HISTOGRAMS
 from tutti_sglang.units import parse_size
 
@@ -27,16 +27,16 @@ def _rows(page: Path) -> list[list[str]]:
 
 def test_the_configuration_page_lists_every_setting_with_its_default() -> None:
     rows = {row[0].strip("`"): row[1] for row in _rows(DOCS / "configuration.md")}
-    assert list(rows) == [
-        "storage_dirs",
-        *(name for name in Config.__struct_fields__ if name != "storage_dirs"),
-    ]
-    for field in msgspec.structs.fields(Config):
-        if field.name == "storage_dirs":
+    fields = {field.name: field for field in msgspec.structs.fields(Config)}
+    fields |= {f"peer.{field.name}": field for field in msgspec.structs.fields(PeerConfig)}
+    assert list(rows) == ["storage_dirs", *(name for name in fields if name != "storage_dirs")]
+    for name, field in fields.items():
+        if field.required:
+            assert rows[name] == "*(required)*", name
             continue
-        shown = rows[field.name].strip("`")
-        default = parse_size(shown) if shown.endswith("iB") else shown.strip('"')
-        assert str(default) == str(field.default), field.name
+        shown = rows[name].strip("`")
+        default = parse_size(shown) if re.fullmatch(r"\d+(\wi)?B", shown) else shown.strip('"')
+        assert str(default) == str(field.default), name
 
 
 def test_the_launch_line_on_the_configuration_page_loads() -> None:

@@ -40,6 +40,28 @@ _SIZES = frozenset(
 )
 
 
+class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fleet that a store shares objects with. Sizes in bytes, times in seconds."""
+
+    kind: Literal["mooncake"]
+    master: str
+    metadata: str = "P2PHANDSHAKE"
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: str = ""
+    host: str = ""
+    publish: Literal["none", "second", "all"] = "second"
+    keep: bool = True
+    memory: int = 256 << 20
+    offer: int = 0
+    timeout: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.master:
+            raise ConfigError("peer.master is empty", "Give the master's address, as in 10.0.0.1:50051")
+        if self.memory < 1 << 20 or self.offer < 0 or not 0 < self.timeout <= 5:
+            raise ConfigError("peer: memory must be at least 1MiB, offer not negative, timeout within 5 seconds")
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The effective settings of one store in one process. Sizes in bytes, times in seconds."""
 
@@ -70,6 +92,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     trust_weight_version: bool = False
     doorbell: Literal["gpu", "relay"] = "gpu"
     overwrite: tuple[str, ...] = ()
+    peer: PeerConfig | None = None
 
     def __post_init__(self) -> None:
         _check_directories(self.storage_dirs, self.index_dir)
@@ -196,7 +219,7 @@ def _check_known(key: str, fields: tuple[str, ...], shown: str = "") -> None:
 
 
 def _convert(values: dict[str, Any], rank: int) -> Config:
-    values = dict(values)
+    values = values | {"peer": _peer(values.get("peer"))}
     for name in _SIZES & values.keys():
         try:
             values[name] = parse_size(values[name])
@@ -224,6 +247,22 @@ def _convert(values: dict[str, Any], rank: int) -> Config:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise ConfigError(f"Bad setting: {error}") from error
+
+
+def _peer(value: Any) -> dict[str, Any] | None:
+    """An object, or in the environment its JSON."""
+    if value is None:
+        return None
+    try:
+        peer = msgspec.json.decode(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError, msgspec.DecodeError) as error:
+        raise ConfigError(f"peer: {value!r} is no JSON: {error}") from error
+    if not isinstance(peer, dict):
+        raise ConfigError(f"peer = {value!r} is no object", 'As in {"kind": "mooncake", "master": "10.0.0.1:50051"}')
+    for name in peer:
+        _check_known(str(name), PeerConfig.__struct_fields__, shown=f"peer.{name}")
+    sizes = {name: parse_size(peer[name]) for name in ("memory", "offer") if name in peer}
+    return peer | sizes
 
 
 def _expand(directory: Any, rank: int) -> str:

@@ -13,6 +13,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_pool_pages": ("Pages of a pool that SGLang asked for", ("pool", "op", "outcome")),
     "tutti_withheld_pages": ("Stored pages that a side pool did not let be restored", ("pool",)),
     "tutti_evicted_objects": ("Objects removed to make room", ()),
+    "tutti_peer_objects": ("Objects that the fleet was asked for or offered", ("op", "outcome")),
     "tutti_preload_objects": ("Objects read ahead for requests that wait", ("outcome",)),
     "tutti_load_pages": ("Pages that loads of the direct path moved into device slots", ("source",)),
     "tutti_load_requests": ("Requests with a load of the direct path", ("outcome",)),
@@ -39,6 +40,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_staging_bytes": ("Staging memory in use, its high-water mark and its size", ("kind",)),
     "tutti_preload_bytes": ("Memory for pages that were read ahead: in use, and its size", ("kind",)),
     "tutti_quarantined_bytes": ("Staging memory whose I/O has not come back", ()),
+    "tutti_peer_in_service": ("1 while the fleet is asked, 0 while it is not", ()),
     "tutti_drive_in_service": ("1 when the drive serves, 0 when it was put out of service", ("drive",)),
 }
 _HISTOGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -7,6 +7,7 @@ held when the request arrived.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from tutti_sglang.integration.direct.preload import Preloader, Waiting, Wanted
 from tutti_sglang.integration.direct.room import Place
 from tutti_sglang.integration.prefix import restorable
 from tutti_sglang.integration.stored import Found, StoredPool
+from tutti_sglang.store import ABSENT
 
 FRESH_SECONDS = 0.5
 """How long an answer from the index is given again: SGLang asks at every pass of its scheduler."""
@@ -84,13 +86,15 @@ class Lookups:
         self.tail = keys
         if not self._preloader:
             return
-        pages, _ = restorable(partial(self._stored, key_bytes(keys)), transfers[1:])
-        length = pages[-1] if pages else 0
-        wanted: Wanted = {PoolName.KV: keys[:length]}
-        for side in transfers[1:]:
-            window = length if side.hit_policy == PoolHitPolicy.ALL_PAGES else len(side.keys or ())
-            wanted[side.name] = keys[max(0, length - window) : length]
-        self._preloader.want(rid, keys, wanted)
+        # Without what belongs to the device: a plan outlives this call.
+        sides = [replace(each, keys=list(each.keys or ()), device_indices=None) for each in transfers[1:]]
+        if self._pools(PoolName.KV).shares:
+            self._preloader.want(rid, keys, partial(_wanted, keys, sides, partial(self._located, key_bytes(keys))))
+        else:
+            self._preloader.want(rid, keys, _wanted(keys, sides, partial(self._stored, key_bytes(keys))))
+
+    def _located(self, keys: bytes, name: str) -> Found:
+        return np.asarray(self._pools(name).locate(keys) != ABSENT)
 
     def _stored(self, keys: bytes, name: str) -> Found:
         return self._pools(name).lookup(keys)
@@ -99,3 +103,14 @@ class Lookups:
         staged = waiting.staged.get(name, {}) if waiting else {}
         found = np.fromiter((key in staged for key in keys), np.bool_, len(keys))
         return found | self._stored(key_bytes(keys), name) if streams and not found.all() else found
+
+
+def _wanted(keys: list[str], sides: list[PoolTransfer], found: Callable[[str], Found]) -> Wanted:
+    """The pages of each pool that let most of the prefix be restored."""
+    pages, _ = restorable(found, sides)
+    length = pages[-1] if pages else 0
+    wanted: Wanted = {PoolName.KV: keys[:length]}
+    for side in sides:
+        window = length if side.hit_policy == PoolHitPolicy.ALL_PAGES else len(side.keys or ())
+        wanted[side.name] = keys[max(0, length - window) : length]
+    return wanted

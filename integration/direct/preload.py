@@ -24,17 +24,21 @@ HOLD_SECONDS = 30.0
 Wanted = dict[str, list[str]]
 """Pool → keys of its pages."""
 
+Plan = Callable[[], Wanted]
+"""Finds out what is wanted, where that takes too long for the scheduler thread."""
+
 
 @dataclass(eq=False)
 class Waiting:
     """What a request that waits is to find. `tail`: all pages that the device lacked when it arrived; `todo`: not read
-    yet, in order; `complete`: nothing more will be read; `truncated`: because there is no more memory for it; `since`:
-    when it could first have been admitted; `version` changes with `staged`."""
+    yet, in order; `plan`: what is wanted is not known yet; `complete`: nothing more will be read; `truncated`: because
+    there is no more memory for it; `since`: when it could first have been admitted; `version` changes with `staged`."""
 
     rid: str
     tail: frozenset[str]
     wanted: Wanted
     todo: list[tuple[str, list[str]]]
+    plan: Plan | None = None
     staged: dict[str, dict[str, Place]] = field(default_factory=dict)
     complete: bool = False
     truncated: bool = False
@@ -70,12 +74,16 @@ class Preloader:
         self._thread = threading.Thread(target=self._run, name="tutti-preload", daemon=True)
         self._thread.start()
 
-    def want(self, rid: str, tail: list[str], wanted: Wanted) -> None:
+    def want(self, rid: str, tail: list[str], wanted: Wanted | Plan) -> None:
         """Read `wanted`, what is stored of `tail`; side pools come first: without them the others are of no use."""
-        todo = self._pieces(wanted)
+        if isinstance(wanted, dict):
+            todo = self._pieces(wanted)
+            waiting = Waiting(rid, frozenset(tail), wanted, todo, complete=not todo)
+        else:
+            waiting = Waiting(rid, frozenset(tail), {}, [], wanted)
         with self._changed:
             self._forget(self._waiting.pop(rid, None))
-            self._waiting[rid] = Waiting(rid, frozenset(tail), wanted, todo, complete=not todo)
+            self._waiting[rid] = waiting
             self._order.append(rid)
             self._changed.notify_all()
 
@@ -179,7 +187,10 @@ class Preloader:
                 waiting = self._busy = self._next()
             assert waiting
             try:
-                self._read(waiting)
+                if waiting.plan:
+                    self._find_out(waiting, waiting.plan)
+                else:
+                    self._read(waiting)
             except Exception as error:  # noqa: BLE001 - the thread must live
                 self._report(error)
                 waiting.complete = True
@@ -197,6 +208,13 @@ class Preloader:
 
     def _is_stuck(self, waiting: Waiting) -> bool:
         return self._starving == (waiting.rid, self._room.used)
+
+    def _find_out(self, waiting: Waiting, plan: Plan) -> None:
+        wanted = plan()
+        todo = self._pieces(wanted)
+        with self._changed:
+            waiting.wanted, waiting.todo, waiting.plan = wanted, todo, None
+            waiting.complete = not todo
 
     def _read(self, waiting: Waiting) -> None:
         name, keys = waiting.todo[0]

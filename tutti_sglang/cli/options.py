@@ -33,9 +33,9 @@ def config_if_any(directories: Sequence[str] | None, index_dir: str, settings: s
 
 
 def as_visitor(config: Config) -> Config:
-    """To open a store beside its servers, without a limit of one's own: whoever opens a store with a smaller max_size
-    than it has makes it smaller."""
-    return msgspec.structs.replace(config, max_size=_UNLIMITED)
+    """To open a store beside its servers, alone and without a limit of one's own: whoever opens a store with a smaller
+    max_size than it has makes it smaller."""
+    return msgspec.structs.replace(config, max_size=_UNLIMITED, peer=None)
 
 
 def _extra(directories: Sequence[str] | None, index_dir: str, settings: str) -> dict[str, Any]:

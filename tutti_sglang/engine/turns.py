@@ -84,6 +84,10 @@ class Turns:
         beat = self._rows.get(BEAT)
         return beat > 0 and now - beat <= DEAF
 
+    def lets_write(self, now: int) -> bool:
+        """Whether this process's scheduler lets writes start."""
+        return not self.listening(now) or now < self._rows.get(UNTIL)
+
     def try_write(self, drives: Sequence[int], now: int, *, forced: bool) -> Verdict:
         """Start a write, if it may: end it with `finish_write`. `forced`: it is late, or somebody waits for it."""
         self._rows.look(now)
@@ -120,8 +124,7 @@ class Turns:
             self._end_turn(drive)
         if self._any_read(drives, now):
             return Verdict.READS
-        closed = self.listening(now) and now >= self._rows.get(UNTIL)
-        return Verdict.COMPUTE if closed else Verdict.GO
+        return Verdict.GO if self.lets_write(now) else Verdict.COMPUTE
 
     def _forced(self, drives: Sequence[int], now: int) -> Verdict:
         for drive in drives:

@@ -125,6 +125,12 @@ class Window:
             rate = nbytes / max(1e-6, (self._clock() - start) / 1e9)
             self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
 
+    def calm(self, since: float) -> bool:
+        """Whether work that touches no drive may start now, as far as the scheduler says. `since`: when it came
+        (time.monotonic() seconds); it does not wait longer than a write would."""
+        now = self._clock()
+        return not self.enabled or now / 1e9 - since >= LATE or self._turns.lets_write(now)
+
     def pause(self) -> None:
         """Wait a moment, or until I/O of this process has ended."""
         with self._changed:

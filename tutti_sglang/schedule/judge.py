@@ -51,12 +51,12 @@ class Judge:
     ) -> None:
         """`chunk`: most tokens of a prefill step, 0: no limit."""
         self.table = table
-        self.loads = Curve()
+        self.loads, self.fetches = Curve(), Curve()
         self._metrics, self._clock = metrics, clock
         self._chunk = chunk
         self._asked: OrderedDict[str, Asked] = OrderedDict()
         self._promised = 0
-        self._latest = clock()
+        self._latest = self._latest_fetch = clock()
 
     def announce(self, rid: str, prefix: int, new: int) -> None:
         """A request will be looked up: `new` of its tokens after `prefix` tokens are to be computed or loaded."""
@@ -67,23 +67,30 @@ class Judge:
         while len(self._asked) > MOST:
             self._asked.popitem(last=False)
 
-    def pages(self, rid: str | None, lengths: Sequence[int], page_tokens: int, page_bytes: int) -> int:
-        """How many pages of the request to load: one of `lengths` (what can be restored, ascending), or 0."""
+    def pages(
+        self,
+        rid: str | None,
+        lengths: Sequence[int],
+        page_tokens: int,
+        page_bytes: int,
+        remote: Sequence[int] = (),
+    ) -> int:
+        """How many pages of the request to load: one of `lengths` (what can be restored, ascending), or 0. `remote`:
+        [n - 1] how many of the first n pages come from other machines."""
         self.table.learn()
         asked = self._asked.get(rid or "")
         if not lengths:
             return 0
-        if rid is None or asked is None or self.loads.count < LOADS or not self.table.known:
+        curves = (self.loads, self.fetches) if remote and remote[lengths[-1] - 1] else (self.loads,)
+        if rid is None or asked is None or not self.table.known or all(each.count < LOADS for each in curves):
             self._promise(lengths[-1] * page_bytes)
             return self._count(lengths, lengths[-1], "unmeasured")
         if asked.pages >= 0 and self._clock() < asked.until:
             return min(asked.pages, lengths[-1])
         queued = self._queued()
-        case = Case(lengths, page_tokens, page_bytes, asked.prefix, asked.new, queued)
+        case = Case(lengths, page_tokens, page_bytes, asked.prefix, asked.new, queued, remote)
         decision = decide(case, self._costs())
-        pages, outcome = decision.pages, decision.outcome
-        if not pages and self._clock() - self._latest > PROBE:
-            pages, outcome = lengths[0], "probe"
+        pages, outcome = self._probe(case, decision)
         self._asked[rid] = asked._replace(pages=pages, until=self._clock() + REMEMBERED)
         self._promise(pages * page_bytes)
         self._show(rid, case, decision, outcome)
@@ -101,8 +108,34 @@ class Judge:
             self.loads = Curve()
         self.loads.observe(nbytes, seconds)
 
+    def received(self, nbytes: int, seconds: float) -> None:
+        """Other machines were asked for `nbytes`, and that took so long, whatever came."""
+        self._latest_fetch = self._clock()
+        self._promised = max(0, self._promised - nbytes)
+        if seconds * RECOVERED < self.fetches.expected(nbytes) and self.fetches.count > LOADS:
+            self.fetches = Curve()
+        self.fetches.observe(nbytes, seconds)
+
+    def _probe(self, case: Case, decision: Decision) -> tuple[int, str]:
+        """What was decided, or a page that does not pay, after a long time without one of its kind."""
+        now = self._clock()
+        if not decision.pages and now - self._latest > PROBE and not case.remote_of(case.lengths[0]):
+            return case.lengths[0], "probe"
+        further = [pages for pages in case.lengths if pages > decision.pages and case.remote_of(pages)]
+        if further and not decision.remote and now - self._latest_fetch > PROBE:
+            return further[0], "probe"
+        return decision.pages, decision.outcome
+
     def _costs(self) -> Costs:
-        return Costs(self.loads.expected, lambda new, prefix: self.table.recompute(new, prefix, self._chunk))
+        """What was not measured yet costs nothing, so that it will be."""
+
+        def of(curve: Curve) -> Callable[[float], float]:
+            return curve.expected if curve.count >= LOADS else lambda _: 0.0
+
+        def recompute(new: int, prefix: int) -> float:
+            return self.table.recompute(new, prefix, self._chunk)
+
+        return Costs(of(self.loads), recompute, of(self.fetches))
 
     def _promise(self, nbytes: int) -> None:
         self._promised = self._queued() + nbytes

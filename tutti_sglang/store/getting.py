@@ -1,6 +1,8 @@
-"""A get: from staging what was accepted here, the rest from the drives between two looks into the index."""
+"""A get: from staging what was accepted here, the rest from the drives between two looks into the index, and what is
+not here from the fleet."""
 
 import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +26,12 @@ Which = npt.NDArray[np.int64]
 When = tuple[float, IoClass]
 """Deadline and class."""
 
+Way = Callable[[Space, bytes, Addresses, When], Flags]
+"""(n,) which objects were brought into their rows."""
+
+Beyond = Callable[[Space, bytes, Addresses, float], Flags]
+"""(n,) which objects came from elsewhere into their rows, until the deadline."""
+
 _REASONS = {CORRUPT: "checksum", CHANGED: "changed", EXPIRED: "grace", LATE: "deadline", UNANSWERED: "deadline"}
 _NOT_THE_OBJECT = frozenset([CHANGED, EXPIRED, LATE])
 
@@ -43,9 +51,31 @@ class Getter:
         self._parts = parts
         self._reader = Reader(parts, parts.verifying)
         self._remembered = Remembered()
+        self._beyond: Beyond | None = None
+        self._used: Callable[[Space, bytes], None] = lambda *_: None
+
+    def join(self, beyond: Beyond, used: Callable[[Space, bytes], None]) -> None:
+        """From now on what is not here is asked for `beyond`, and who shares it is told what was `used`."""
+        self._beyond, self._used = beyond, used
 
     def get(self, space: Space, keys: bytes, rows: Addresses, deadline: float, klass: IoClass) -> Flags:
         """(n,) whether the object's bytes are in its rows; rows of the others hold anything. StoreError, OSError."""
+        ways = self._at_once, self._from_drives
+        good, staged = self._fetch(space, keys, rows, (deadline, klass), ways)
+        self._count(space, good, staged)
+        if self._beyond:
+            here, rest = np.flatnonzero(good), np.flatnonzero(~good)
+            self._used(space, some(keys, here))
+            if len(rest):
+                good[rest] = self._beyond(space, some(keys, rest), rows[rest], deadline)
+        return good
+
+    def fetch(self, space: Space, keys: bytes, rows: Addresses, when: When) -> Flags:
+        """As `get`, of what is here, for nobody's request. StoreError, OSError."""
+        return self._fetch(space, keys, rows, when, [self._from_drives])[0]
+
+    def _fetch(self, space: Space, keys: bytes, rows: Addresses, when: When, ways: Sequence[Way]) -> tuple[Flags, int]:
+        """And how many came from staging."""
         names = split(keys)
         good = np.zeros(len(names), dtype=np.bool_)
         entered = self._parts.accepted.enter(space.id, names)
@@ -58,15 +88,13 @@ class Getter:
                 good[entered.which] = True
         finally:
             self._parts.accepted.leave(entered)
-        when = deadline, klass
-        for way in (self._at_once, self._from_drives):
+        for way in ways:
             rest = np.flatnonzero(~good)
             if len(rest) == len(good):
                 good = way(space, keys, rows, when)
             elif len(rest):
                 good[rest] = way(space, some(keys, rest), rows[rest], when)
-        self._count(space, good, len(entered.which))
-        return good
+        return good, len(entered.which)
 
     def expect(self, space: Space, keys: bytes) -> None:
         """A lookup that gets may follow."""

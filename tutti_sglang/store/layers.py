@@ -117,3 +117,27 @@ class LayerReads:
     def _fail(self, which: npt.NDArray[np.int64], code: int) -> None:
         self._codes[which] = code
         self.found[which] = False
+
+
+class Layers:
+    """Objects that are being read by tensors, see ObjectStore.layers. For one thread; no call raises."""
+
+    def __init__(self, guard: Callable[..., Flags], reads: LayerReads | None, objects: int) -> None:
+        self._guard, self._reads = guard, reads
+        self._none = np.zeros(objects, dtype=np.bool_)
+
+    @property
+    def found(self) -> Flags:
+        """(n,) which objects can be read, as far as is known by now."""
+        return self._reads.found.copy() if self._reads else self._none
+
+    def read(self, tensors: slice, rows: Addresses, deadline: float) -> Flags:
+        """(n,) whether those tensors of the object lie in its rows ((n, t) addresses) now, as they were put. No row is
+        written after this returned."""
+        reads = self._reads
+        return self._guard("layers", lambda: reads.read(tensors, rows, deadline), self._none) if reads else self._none
+
+    def close(self) -> Flags:
+        """Give the slots back; (n,) whether all that was read of the object was its own bytes. Idempotent."""
+        reads = self._reads
+        return self._guard("layers", reads.close, self._none, closing=True) if reads else self._none

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tutti_sglang.config import Config
 from tutti_sglang.engine.base import Engine
@@ -18,14 +19,17 @@ from tutti_sglang.errors import CapacityError, StoreError
 from tutti_sglang.memory import Addresses
 from tutti_sglang.metrics import Metrics, process_metrics
 from tutti_sglang.store.accepted import SHARE
+from tutti_sglang.store.calls import Calls
 from tutti_sglang.store.collect import Collected, collect
 from tutti_sglang.store.evictor import Evictor
 from tutti_sglang.store.getting import Getter
 from tutti_sglang.store.growth import Growth
-from tutti_sglang.store.keys import count, split
-from tutti_sglang.store.layers import LayerReads
+from tutti_sglang.store.keys import count, some, split
+from tutti_sglang.store.layers import LayerReads, Layers
 from tutti_sglang.store.namespace import Namespace
 from tutti_sglang.store.opening import close_parts, open_parts
+from tutti_sglang.store.peer.fleet import Fleet, open_fleet
+from tutti_sglang.store.peer.tier import Received
 from tutti_sglang.store.publisher import Publisher
 from tutti_sglang.store.putting import Putter
 from tutti_sglang.store.room import Room
@@ -37,6 +41,12 @@ from tutti_sglang.store.writer import Writer
 from tutti_sglang.units import format_size
 
 T = TypeVar("T")
+
+ABSENT, HERE, PEER = 0, 1, 2
+"""Where `locate` found an object: nowhere, in this store, in the fleet."""
+
+Places = npt.NDArray[np.uint8]
+"""(n,) one per key."""
 
 CLEAR_SECONDS = 5.0
 """How long `clear` tries while another process does not let it write, and goes on freeing room."""
@@ -56,52 +66,6 @@ class StoreStats(NamedTuple):
     drives_in_service: int
 
 
-class Calls:
-    """How many calls are under way: nothing may be closed that one of them uses."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._count = 0
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._count -= 1
-            self._changed.notify_all()
-
-    def wait_for_none(self, deadline: float) -> bool:
-        """False when some are still under way at the deadline."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._count, max(0.0, deadline - time.monotonic()))
-
-
-class Layers:
-    """Objects that are being read by tensors, see ObjectStore.layers. For one thread; no call raises."""
-
-    def __init__(self, guard: Callable[..., Flags], reads: LayerReads | None, objects: int) -> None:
-        self._guard, self._reads = guard, reads
-        self._none = np.zeros(objects, dtype=np.bool_)
-
-    @property
-    def found(self) -> Flags:
-        """(n,) which objects can be read, as far as is known by now."""
-        return self._reads.found.copy() if self._reads else self._none
-
-    def read(self, tensors: slice, rows: Addresses, deadline: float) -> Flags:
-        """(n,) whether those tensors of the object lie in its rows ((n, t) addresses) now, as they were put. No row is
-        written after this returned."""
-        reads = self._reads
-        return self._guard("layers", lambda: reads.read(tensors, rows, deadline), self._none) if reads else self._none
-
-    def close(self) -> Flags:
-        """Give the slots back; (n,) whether all that was read of the object was its own bytes. Idempotent."""
-        reads = self._reads
-        return self._guard("layers", reads.close, self._none, closing=True) if reads else self._none
-
-
 class ObjectStore:
     """Thread safe, not fork safe. After opening, no call raises for I/O or stays beyond its deadline: what cannot be
     had is a miss, what cannot be stored is refused. Deadlines are time.monotonic() seconds; `keys` are n × 32 bytes;
@@ -109,7 +73,7 @@ class ObjectStore:
 
     def __init__(self, config: Config, *, metrics: Metrics | None = None, engine: Engine | None = None) -> None:
         """Open or create. `engine`: instead of the one that `config` asks for; it is closed with the store. StoreError,
-        ForeignStoreError, CapacityError, EngineError."""
+        ForeignStoreError, CapacityError, EngineError, ConfigError."""
         self._pid = os.getpid()
         self._parts = open_parts(config, metrics or process_metrics(), engine)
         self._growth = Growth(self._parts)
@@ -123,8 +87,16 @@ class ObjectStore:
         self._calls = Calls()
         self._closing = threading.Lock()
         self._closed = self._released = False
+        self.fleet: Fleet | None = self._join_fleet()
         self._upkeep.begin()
         self._writer.start()
+
+    def _join_fleet(self) -> Fleet | None:
+        try:
+            return open_fleet(self._parts, self._getter, self._putter)
+        except BaseException:
+            close_parts(self._parts, 0.0)
+            raise
 
     @property
     def window(self) -> Window:
@@ -136,8 +108,9 @@ class ObjectStore:
         """Objects that are accepted and not written yet."""
         return len(self._parts.accepted)
 
-    def attach(self, namespace: Namespace) -> int:
-        """The number of the namespace in this store. StoreError; CapacityError when no object of it could be stored."""
+    def attach(self, namespace: Namespace, *, share: bool = True) -> int:
+        """The number of the namespace in this store. `share`: with the fleet, where there is one. StoreError;
+        CapacityError when no object of it could be stored."""
         self._check_process()
         space = Space(self._parts.index.namespace_id(namespace), namespace.tensors)
         if space.object_size > SHARE * self._parts.staging.size:
@@ -148,6 +121,8 @@ class ObjectStore:
             )
         self._growth.check_fits(space)
         self._parts.spaces[space.id] = space
+        if share and self.fleet:
+            self.fleet.attach(space, namespace.digest())
         return space.id
 
     def lookup(self, ns: int, keys: bytes) -> Flags:
@@ -168,9 +143,28 @@ class ObjectStore:
 
         return self._guard("lookup", act, np.zeros(count(keys), dtype=np.bool_))
 
+    def locate(self, ns: int, keys: bytes) -> Places:
+        """(n,) ABSENT, HERE or PEER: as `lookup`, and the fleet is asked for what is not here; for a tenth of a second
+        at most."""
+        here = self.lookup(ns, keys)
+        fleet, missing = self.fleet, np.flatnonzero(~here)
+        if fleet is None or not len(missing):
+            return here.astype(np.uint8)
+        asked = some(keys, missing)
+        there = self._guard(
+            "locate", lambda: fleet.locate(self._parts.spaces[ns], asked), np.zeros(len(missing), dtype=np.bool_)
+        )
+        places = here.astype(np.uint8)
+        places[missing[there]] = PEER
+        return places
+
+    def take_received(self) -> Received:
+        """What gets of this thread asked the fleet for since this was called before."""
+        return self.fleet.take_received() if self.fleet else Received()
+
     def get(self, ns: int, keys: bytes, rows: Addresses, deadline: float, klass: IoClass = IoClass.DEMAND) -> Flags:
-        """(n,) whether the object lies in its rows now, byte for byte as it was put. The rows of the others hold
-        anything; none is touched after this returned."""
+        """(n,) whether the object lies in its rows now, byte for byte as it was put; the fleet is asked for what is
+        not here. The rows of the others hold anything; none is touched after this returned."""
         return self._guard(
             "get",
             lambda: self._getter.get(self._parts.spaces[ns], keys, rows.copy(), deadline, klass),
@@ -178,7 +172,7 @@ class ObjectStore:
         )
 
     @contextlib.contextmanager
-    def layers(self, ns: int, keys: bytes) -> Iterator["Layers"]:
+    def layers(self, ns: int, keys: bytes) -> Iterator[Layers]:
         """Read the objects by tensors: their slots stay theirs, for `grace_seconds` at most, until the block ends."""
         self._check_process()
         with self._calls:
@@ -211,6 +205,8 @@ class ObjectStore:
         def act() -> int:
             until = time.monotonic() + CLEAR_SECONDS
             self._getter.forget()
+            if self.fleet:
+                self.fleet.forget(self._parts.spaces[ns])
             with self._publisher.commit:
                 gone = self._parts.accepted.clear(ns)
             while True:
@@ -265,7 +261,7 @@ class ObjectStore:
         return (
             f"{drives} | index {config.index_path} | engine {parts.engine.name} ({parts.engine_note}) | checksum "
             f"{config.checksum}, fsync {config.fsync}, segments of {format_size(parts.segments.segment_size)}, staging "
-            f"{format_size(parts.staging.size)}"
+            f"{format_size(parts.staging.size)}" + (f" | {self.fleet.describe()}" if self.fleet else "")
         )
 
     def close(self, timeout: float = 9.0) -> bool:
@@ -276,7 +272,8 @@ class ObjectStore:
         deadline = time.monotonic() + timeout
         with self._closing:
             self._closed = True
-            written = self._writer.stop(deadline)
+            left = self.fleet is None or self.fleet.leave(deadline)
+            written = self._writer.stop(deadline) and left
             if not self._released and written and self._calls.wait_for_none(deadline):
                 self._released = self._guard("close", lambda: self._leave(deadline), False, closing=True)
             return self._released
@@ -287,7 +284,10 @@ class ObjectStore:
             self._room.leave()
         except StoreError as error:  # the next one to open the store reclaims them
             self._parts.reporter.warn("leave", str(error))
-        return close_parts(self._parts, deadline)
+        closed = close_parts(self._parts, deadline)
+        if closed and self.fleet:
+            self.fleet.close()
+        return closed
 
     def _guard(self, call: str, act: Callable[[], T], otherwise: T, closing: bool = False) -> T:
         """What SGLang sees of an exception is `otherwise`."""

@@ -1,5 +1,7 @@
 """A put: skip what is there, copy the rest into staging, and leave it to the writer."""
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,10 +26,23 @@ class Putter:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._share: Callable[[Space, bytes, Which, Flags], None] = lambda *_: None
+
+    def join(self, share: Callable[[Space, bytes, Which, Flags], None]) -> None:
+        """Who shares objects is told from now on of keys, depths, and which objects are new."""
+        self._share = share
 
     def put(self, space: Space, keys: bytes, rows: Addresses, deadline: float, depth: int) -> Flags:
         """(n,) whether the object is stored or accepted. `depth`: of the first key in its prefix."""
+        depths = np.arange(depth, depth + len(rows))
+        done, new = self.store(space, keys, rows, deadline, depths)
+        self._share(space, keys, depths, new)
+        return done
+
+    def store(self, space: Space, keys: bytes, rows: Addresses, deadline: float, depths: Which) -> tuple[Flags, Flags]:
+        """The same without telling anybody; and (n,) which objects were accepted now. `depths`: (n,) of each key."""
         names = split(keys)
+        new = np.zeros(len(names), dtype=np.bool_)
         done = self._parts.accepted.contains(space.id, names)
         sight = spot(self._parts, space, keys)
         done |= sight.claimed
@@ -39,16 +54,16 @@ class Putter:
         step = max(1, min(PARCEL_BYTES, self._parts.staging.size // 16) // space.object_size)
         for start in range(0, len(todo), step):
             which = todo[start : start + step]
-            parcel = self._pack(space, [names[each] for each in which.tolist()], rows[which], which + depth, deadline)
+            parcel = self._pack(space, [names[each] for each in which.tolist()], rows[which], depths[which], deadline)
             if parcel is None:
                 break
             # What is recorded and cannot be read now makes way, but only for a copy that is really there.
             stale = which[sight.recorded[which]]
             self._parts.doubts.condemn(space.id, [names[each] for each in stale.tolist()], sight.slots[stale])
             self._parts.accepted.add(parcel)
-            done[which] = True
+            done[which] = new[which] = True
         self._parts.metrics.add("tutti_put_objects", int((~done).sum()), outcome="refused")
-        return done
+        return done, new
 
     def _declined(self, keys: bytes, done: Flags) -> Flags:
         """(n,) which of the new pages are not worth a write: SGLang is told that all is well, or it would stop
