@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.server import Servers
+from tests.integration import administrator
+from tests.integration.server import Launch, Servers
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +34,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     servers = Servers(tmp_path_factory.mktemp("servers"))
     yield servers
     servers.close()
+
+
+@pytest.fixture(scope="session")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """The server that tests of an administrator's requests share; their files follow one another, so that it is one."""
+    return administrator.launch(tmp_path_factory.mktemp("control"))

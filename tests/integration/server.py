@@ -21,6 +21,9 @@ from tutti_sglang.integration.launch import die_with_parent, free_port
 START_SECONDS = 900.0
 REQUEST_SECONDS = 240.0
 STOP_SECONDS = 60.0
+KEY = "secret"
+ADMIN = ("--admin-api-key", KEY)
+"""Flags of a server whose storage backend an administrator may attach and detach."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,31 @@ class Server:
 
     def call(self, path: str, body: Any = None, *, method: str | None = None, seconds: float = REQUEST_SECONDS) -> str:
         """The text of an answer; with a body a POST of JSON. Raises HTTPError (an OSError) when it is not 200."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
+        with urllib.request.urlopen(self.request(path, body, method), timeout=seconds) as answer:
             return str(answer.read().decode())
+
+    def ask(self, method: str, path: str, body: Any = None, *, key: str = KEY) -> tuple[int, str]:
+        """Status and text of an answer, whatever the status."""
+        try:
+            with urllib.request.urlopen(self.request(path, body, method, key), timeout=REQUEST_SECONDS) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def request(self, path: str, body: Any, method: str | None = None, key: str = KEY) -> urllib.request.Request:
+        """What `call` and `ask` send; with a body a POST of JSON."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        return urllib.request.Request(self.url + path, data, headers, method=method)
+
+    def attach(self, extra: Mapping[str, Any], backend: str = "tutti", **policies: str) -> tuple[int, str]:
+        """Answer to an administrator's request; `policies`: prefetch_policy, write_policy as SGLang names them."""
+        settings = {"hicache_storage_backend": backend, "hicache_storage_backend_extra_config_json": json.dumps(extra)}
+        return self.ask("PUT", "/hicache/storage-backend", settings | policies)
+
+    def detach(self) -> tuple[int, str]:
+        """Answer to an administrator's request."""
+        return self.ask("DELETE", "/hicache/storage-backend")
 
     def generate(self, prompt: str | list[int], tokens: int = 24, **fields: Any) -> Reply:
         """Greedy, always `tokens` long; `fields` are further ones of SGLang's request (lora_path, cache_salt …)."""

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.integration.server import Reply
+
 STORE_SECONDS = 60.0
 
 
@@ -27,3 +29,11 @@ def wait_for_objects(store: Path, count: int) -> None:
     while objects(store) < count:
         assert time.monotonic() < deadline, f"{objects(store)} objects after {STORE_SECONDS} s, not {count}"
         time.sleep(0.2)
+
+
+def from_storage(again: Reply, first: Reply, *, page_size: int = 64) -> None:
+    """Asserts that `again` is the same answer as `first`, and its whole pages came from the storage."""
+    assert again.tokens == first.tokens
+    assert again.storage >= (first.prompt_tokens - 1) // page_size * page_size - page_size
+    assert again.storage > 0
+    assert again.host == again.device == 0
