@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI = 6
+ABI = 7
 """`kAbi` of kernels/host/abi.hpp: a library built from other sources than these is not used."""
 
 _PATTERN = "_host*.so"
@@ -32,6 +32,8 @@ _LONG: dict[str, _Signature] = {
 _SHORT: dict[str, _Signature] = {
     "tutti_roots": (None, (c_void_p, c_size_t, c_size_t, c_void_p)),
     "tutti_xxh3": (c_uint64, (c_void_p, c_size_t)),
+    "tutti_pages": (c_int, (c_void_p, c_size_t, c_int64, c_int64, c_void_p)),
+    "tutti_page_rows": (None, (c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p)),
     "tutti_uring_probe": (c_int, ()),
     "tutti_engine_refused": (c_int, (c_void_p,)),
     "tutti_engine_registered": (c_uint64, (c_void_p,)),

@@ -7,7 +7,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 /// Raised with every change of a signature or structure below; kernels/native.py refuses another number.
-constexpr std::uint32_t kAbi = 6;
+constexpr std::uint32_t kAbi = 7;
 
 TUTTI_API std::uint32_t tutti_abi() noexcept;
 
@@ -149,3 +149,13 @@ TUTTI_API void tutti_roots(const std::uint64_t *table, std::size_t n, std::size_
 
 /// XXH3-64 of `size` bytes.
 TUTTI_API std::uint64_t tutti_xxh3(const void *data, std::size_t size) noexcept;
+
+// pages.cpp
+
+/// Token slots (pages * page_size,) to page numbers (pages,) below `end`. 1, or 0 when they are not whole, aligned pages.
+TUTTI_API int tutti_pages(const std::int64_t *slots, std::size_t pages, std::int64_t page_size, std::int64_t end,
+                          std::int64_t *out) noexcept;
+
+/// Page numbers (n,) to addresses (n, T): base[t] + page * stride[t].
+TUTTI_API void tutti_page_rows(const std::int64_t *pages, std::size_t n, const std::uint64_t *base, const std::uint64_t *stride,
+                               std::size_t tensors, std::uint64_t *out) noexcept;

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.store.eviction import HITS_MAX, Hits
-from tutti_sglang.store.slots import Slots, numbers_of, segments_of
+from tutti_sglang.store.slots import Slots, numbers_of, segments_in, segments_of
 
 Places = npt.NDArray[np.int64]
 """(n,) offsets in the file."""
@@ -29,7 +29,7 @@ def places_of(slots: Slots, start_of: Callable[[int], int | None]) -> Places:
     slots are left out."""
     segments = segments_of(slots)
     places = [np.empty(0, dtype=np.int64)]
-    for segment in np.unique(segments).tolist():
+    for segment in segments_in(slots):
         start = start_of(segment)
         if start is not None:
             places.append(numbers_of(slots[segments == segment]) + start)

@@ -19,7 +19,7 @@ from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.reader import Reader, Request
 from tutti_sglang.store.remembered import Recalled, Remembered
 from tutti_sglang.store.sight import Flags, Sight, look
-from tutti_sglang.store.slots import Slots, segments_of
+from tutti_sglang.store.slots import Slots, segments_in, segments_of
 from tutti_sglang.store.space import Space
 
 Which = npt.NDArray[np.int64]
@@ -124,7 +124,9 @@ class Getter:
         sight = recalled.sight
         which, slots, roots = _seen(space, keys, sight)
         then = _seen(space, recalled.following, recalled.after)
-        good[which] = self._read(space, slots, roots, rows[which], when, then) == GOOD
+        good[which] = (
+            self._read(space, slots, roots, rows if len(which) == len(rows) else rows[which], when, then) == GOOD
+        )
         self._parts.hits.hit(space, sight.slots[good])
         return good
 
@@ -161,9 +163,14 @@ class Getter:
         """`then`: what may be asked for next."""
         found, (deadline, klass) = np.full(len(slots), UNOPENED, dtype=np.int32), when
         every = slots if then is None else np.concatenate([slots, then.slots])
-        with self._parts.segments.use(np.unique(segments_of(every)).tolist(), until=deadline) as geometries:
+        segments = segments_in(every)
+        with self._parts.segments.use(segments, until=deadline) as geometries:
             whole = Request(space, slots, roots, rows, geometries, klass, deadline)
-            opened = np.isin(segments_of(every), list(geometries))
+            opened = (
+                np.isin(segments_of(every), list(geometries))
+                if len(geometries) < len(segments)
+                else np.ones(len(every), np.bool_)
+            )
             mine, after = opened[: len(slots)], None
             if then is not None and len(then.slots) and opened[len(slots) :].all():
                 after = whole._replace(slots=then.slots, roots=then.roots, klass=IoClass.PRELOAD)

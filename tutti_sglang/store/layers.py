@@ -19,7 +19,7 @@ from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, UNOPENED
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.reader import Reader, Request
 from tutti_sglang.store.sight import Flags, Sight, look
-from tutti_sglang.store.slots import numbers_of, segments_of
+from tutti_sglang.store.slots import numbers_of, segments_in, segments_of
 from tutti_sglang.store.space import Space
 
 Judge = Callable[[Space, bytes, Sight, Codes], None]
@@ -62,7 +62,7 @@ class LayerReads:
     def _check_sums(self, which: npt.NDArray[np.int64]) -> None:
         """The rows of checksums, as far as they are those that the index vouches for."""
         slots = self._sight.slots[which]
-        for segment in np.unique(segments_of(slots)).tolist():
+        for segment in segments_in(slots):
             mine = which[segments_of(slots) == segment]
             within = numbers_of(self._sight.slots[mine])
             self._sums[mine] = self._parts.sums.read(segment, within, len(self._space.sizes))

@@ -69,7 +69,8 @@ class StoreStats(NamedTuple):
 class ObjectStore:
     """Thread safe, not fork safe. After opening, no call raises for I/O or stays beyond its deadline: what cannot be
     had is a miss, what cannot be stored is refused. Deadlines are time.monotonic() seconds; `keys` are n × 32 bytes;
-    `rows` are (n, T) addresses of T tensors each, as long as the namespace says, and are copied on entry."""
+    `rows` are (n, T) addresses of T tensors each, as long as the namespace says: an array that nobody changes during
+    the call."""
 
     def __init__(self, config: Config, *, metrics: Metrics | None = None, engine: Engine | None = None) -> None:
         """Open or create. `engine`: instead of the one that `config` asks for; it is closed with the store. StoreError,
@@ -167,7 +168,7 @@ class ObjectStore:
         not here. The rows of the others hold anything; none is touched after this returned."""
         return self._guard(
             "get",
-            lambda: self._getter.get(self._parts.spaces[ns], keys, rows.copy(), deadline, klass),
+            lambda: self._getter.get(self._parts.spaces[ns], keys, rows, deadline, klass),
             np.zeros(count(keys), dtype=np.bool_),
         )
 
@@ -190,7 +191,7 @@ class ObjectStore:
         pages before the first of these in its prefix. Rows are not touched after this returned."""
         return self._guard(
             "put",
-            lambda: self._putter.put(self._parts.spaces[ns], keys, rows.copy(), deadline, depth),
+            lambda: self._putter.put(self._parts.spaces[ns], keys, rows, deadline, depth),
             np.zeros(count(keys), dtype=np.bool_),
         )
 

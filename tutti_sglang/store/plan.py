@@ -16,4 +16,6 @@ def objects_of(geometries: dict[int, Geometry], slots: Slots, tensors: npt.NDArr
     segments = np.array(sorted(geometries), dtype=np.int64)
     maps = tuple(geometries[segment] for segment in segments.tolist())
     every = np.arange(len(maps[0].tensors)) if tensors is None else tensors
-    return Objects(segments, maps, np.searchsorted(segments, segments_of(slots)), numbers_of(slots), every)
+    one = len(maps) == 1  # np.searchsorted gives the GIL away
+    places = np.zeros(len(slots), dtype=np.int64) if one else np.searchsorted(segments, segments_of(slots))
+    return Objects(segments, maps, places, numbers_of(slots), every)

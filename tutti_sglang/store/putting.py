@@ -1,6 +1,7 @@
 """A put: skip what is there, copy the rest into staging, and leave it to the writer."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +9,7 @@ import numpy.typing as npt
 from tutti_sglang import checksum, memory
 from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.plan import object_addresses, tensor_addresses
+from tutti_sglang.engine.staging import Extent
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.accepted import Parcel
 from tutti_sglang.store.keys import some, split
@@ -19,6 +21,29 @@ PARCEL_BYTES = 8 << 20
 """About what is copied into staging as one: it goes back as one."""
 
 Which = npt.NDArray[np.int64]
+
+
+PARCELS = 8
+"""How many are copied in one call."""
+
+
+class _Offer(NamedTuple):
+    """Objects `todo` of those that were offered; `depths`: (n,) of each in its prefix."""
+
+    space: Space
+    names: list[bytes]
+    rows: Addresses
+    todo: Which
+    depths: Which
+
+    def first(self, count: int) -> Addresses:
+        """(count, T) the rows of the first of them."""
+        return self.rows if count == len(self.rows) else self.rows[self.todo[:count]]
+
+    def parcel(self, which: Which, base: Addresses, sums: Sums, extent: Extent) -> Parcel:
+        """Some of them, as they lie in staging."""
+        names = [self.names[each] for each in which.tolist()]
+        return Parcel(self.space.id, names, base, sums, self.depths[which].astype(np.uint32), extent)
 
 
 class Putter:
@@ -51,17 +76,17 @@ class Putter:
         done |= self._declined(keys, done)
         serving = any(drive.writes.in_service for drive in self._parts.drives.values())
         todo = np.flatnonzero(~done) if serving else np.empty(0, dtype=np.int64)
-        step = max(1, min(PARCEL_BYTES, self._parts.staging.size // 16) // space.object_size)
-        for start in range(0, len(todo), step):
-            which = todo[start : start + step]
-            parcel = self._pack(space, [names[each] for each in which.tolist()], rows[which], depths[which], deadline)
-            if parcel is None:
+        while len(todo):
+            offer = _Offer(space, names, rows, todo, depths)
+            for parcel, which in (parcels := self._pack(offer, deadline)):
+                # What is recorded and cannot be read now makes way, but only for a copy that is really there.
+                stale = which[sight.recorded[which]]
+                self._parts.doubts.condemn(space.id, [names[each] for each in stale.tolist()], sight.slots[stale])
+                self._parts.accepted.add(parcel)
+                done[which] = new[which] = True
+                todo = todo[len(which) :]
+            if not parcels:
                 break
-            # What is recorded and cannot be read now makes way, but only for a copy that is really there.
-            stale = which[sight.recorded[which]]
-            self._parts.doubts.condemn(space.id, [names[each] for each in stale.tolist()], sight.slots[stale])
-            self._parts.accepted.add(parcel)
-            done[which] = new[which] = True
         self._parts.metrics.add("tutti_put_objects", int((~done).sum()), outcome="refused")
         return done, new
 
@@ -74,19 +99,36 @@ class Putter:
         self._parts.metrics.add("tutti_put_objects", int(declined.sum()), outcome="declined")
         return declined
 
-    def _pack(self, space: Space, names: list[bytes], rows: Addresses, depth: Which, deadline: float) -> Parcel | None:
-        """The objects in staging; None when it stays full until the deadline."""
-        extent = self._parts.accepted.room(len(names) * space.object_size, deadline)
-        if extent is None:
-            return None
+    def _pack(self, offer: _Offer, deadline: float) -> list[tuple[Parcel, Which]]:
+        """The first of the objects in staging, as many as there is room for and in one copy: beside a busy Python
+        thread each call costs milliseconds. None of them when staging stays full until the deadline."""
+        extents = self._extents(offer, deadline)
+        if not extents:
+            return []
+        space, counts = offer.space, [len(which) for _, which in extents]
         try:
-            base = object_addresses(extent.address, len(names), space.object_size)
-            sums = self._copy(space, tensor_addresses(base, space.strides), rows)
+            bases = [object_addresses(extent.address, len(which), space.object_size) for extent, which in extents]
+            target = tensor_addresses(np.concatenate(bases), space.strides)
+            sums = np.split(self._copy(space, target, offer.first(sum(counts))), np.cumsum(counts)[:-1])
         except BaseException:
-            self._parts.accepted.refund(extent)
+            for extent, _ in extents:
+                self._parts.accepted.refund(extent)
             raise
-        self._parts.metrics.add("tutti_put_objects", len(names), outcome="accepted")
-        return Parcel(space.id, names, base, sums, depth.astype(np.uint32), extent)
+        self._parts.metrics.add("tutti_put_objects", sum(counts), outcome="accepted")
+        packed = zip(extents, bases, sums, strict=True)
+        return [(offer.parcel(which, base, part, extent), which) for (extent, which), base, part in packed]
+
+    def _extents(self, offer: _Offer, deadline: float) -> list[tuple[Extent, Which]]:
+        """Staging for a parcel each, and what goes there; only the first is waited for."""
+        step = max(1, min(PARCEL_BYTES, self._parts.staging.size // 16) // offer.space.object_size)
+        found: list[tuple[Extent, Which]] = []
+        for start in range(0, min(len(offer.todo), PARCELS * step), step):
+            which = offer.todo[start : start + step]
+            extent = self._parts.accepted.room(len(which) * offer.space.object_size, 0.0 if found else deadline)
+            if extent is None:
+                break
+            found.append((extent, which))
+        return found
 
     def _copy(self, space: Space, target: Addresses, rows: Addresses) -> Sums:
         if self._parts.verifying:

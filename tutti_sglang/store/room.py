@@ -11,7 +11,7 @@ from tutti_sglang.errors import StoreError
 from tutti_sglang.store.evictor import Evictor
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.slots import SlotLease, Slots, ranges_of, segments_of
+from tutti_sglang.store.slots import SlotLease, Slots, ranges_of, segments_in, segments_of
 from tutti_sglang.store.space import Space
 
 LEASE_SLOTS, LEASE_BYTES = 256, 64 << 20
@@ -54,7 +54,7 @@ class Room:
                     if coming >= missing:
                         time.sleep(_POLL)
                         continue
-                    keep = np.unique(segments_of(taken)).tolist()
+                    keep = segments_in(taken)
                     freed = self._evictor.make_room(space, missing - coming, keep)
                     if not freed:
                         break

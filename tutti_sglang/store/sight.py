@@ -8,7 +8,7 @@ import numpy.typing as npt
 from tutti_sglang.store.index import RECORD_DTYPE, Records
 from tutti_sglang.store.keys import KEY_SIZE, some, split
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.slots import NO_SLOT, Slots, segments_of
+from tutti_sglang.store.slots import NO_SLOT, Slots, segments_in, segments_of
 from tutti_sglang.store.space import Space
 
 Flags = npt.NDArray[np.bool_]
@@ -62,8 +62,8 @@ def _trusted(parts: Parts, space: Space, keys: bytes) -> Flags | bool:
 def _judge(parts: Parts, records: Records, trusted: Flags | bool) -> Sight:
     recorded = records["slot"] != NO_SLOT
     readable = recorded.copy()
-    segments = segments_of(records["slot"].astype(np.int64))
-    for segment in np.unique(segments[recorded]).tolist():
+    slots = records["slot"].astype(np.int64)
+    for segment in segments_in(slots[recorded]):
         if not parts.segments.readable(segment):
-            readable[segments == segment] = False
+            readable[segments_of(slots) == segment] = False
     return Sight(records, recorded, readable, readable & trusted)

@@ -26,6 +26,11 @@ def segments_of(slots: Slots) -> npt.NDArray[np.int64]:
     return slots >> SEGMENT_SHIFT
 
 
+def segments_in(slots: Slots) -> list[int]:
+    """Their segments, ascending. (No np.unique: it gives the GIL away, which a reader waits milliseconds for.)"""
+    return sorted(set(segments_of(slots).tolist()))
+
+
 def numbers_of(slots: Slots) -> npt.NDArray[np.int64]:
     """(n,) number of each slot in its segment."""
     return slots & SLOTS_MAX

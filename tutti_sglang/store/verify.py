@@ -23,7 +23,7 @@ from tutti_sglang.store.outcome import GOOD, PERMANENT, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.reader import Reader, Request
 from tutti_sglang.store.sight import Flags
-from tutti_sglang.store.slots import SEGMENT_SHIFT, SLOTS_MAX, Slots, numbers_of, segments_of
+from tutti_sglang.store.slots import SEGMENT_SHIFT, SLOTS_MAX, Slots, numbers_of, segments_in, segments_of
 from tutti_sglang.store.space import Space
 
 REGION = 16 << 20
@@ -112,7 +112,7 @@ class Verifier:
     def _read(self, space: Space, records: Records, roots: Sums, rows: Addresses) -> Codes:
         found = np.full(len(records), UNOPENED, dtype=np.int32)
         slots = records["slot"].astype(np.int64)
-        with self._parts.segments.use(np.unique(segments_of(slots)).tolist()) as maps:
+        with self._parts.segments.use(segments_in(slots)) as maps:
             opened = np.flatnonzero(np.isin(segments_of(slots), list(maps)))
             wanted = (slots[opened], roots[opened], rows[opened])
             deadline = time.monotonic() + SECONDS
@@ -123,7 +123,7 @@ class Verifier:
         """(n,) whether the stored row of tensor checksums has the root of the record."""
         fits = np.zeros(len(records), dtype=np.bool_)
         slots = records["slot"].astype(np.int64)
-        for segment in np.unique(segments_of(slots)).tolist():
+        for segment in segments_in(slots):
             mine = segments_of(slots) == segment
             table = self._parts.sums.read(segment, numbers_of(slots[mine]), len(space.tensors))
             fits[mine] = checksum.roots(table) == roots[mine]
@@ -159,7 +159,7 @@ class Verifier:
         if self._repair:
             slots = records["slot"][bad].astype(np.int64)
             table = checksum.sums(rows[bad], space.sizes)
-            for segment in np.unique(segments_of(slots)).tolist():
+            for segment in segments_in(slots):
                 mine = segments_of(slots) == segment
                 self._parts.sums.write(segment, numbers_of(slots[mine]), table[mine], sync=False)
             self._report.repaired += len(bad)

@@ -24,7 +24,7 @@ from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.plan import objects_of
 from tutti_sglang.store.publisher import Publisher
 from tutti_sglang.store.room import NONE, Room
-from tutti_sglang.store.slots import Slots, segments_of
+from tutti_sglang.store.slots import Slots, segments_in, segments_of
 from tutti_sglang.store.space import Space
 
 LOAD_BYTES = 64 << 20
@@ -142,9 +142,7 @@ class Writer:
                 while self._flying:  # what is being written cannot be evicted
                     self._survive(partial(self._land, self._flying.popleft()))
                 slots = self._room.take(space, len(cargo.keys), slots)
-            geometries = held.enter_context(
-                self._parts.segments.use(np.unique(segments_of(slots)).tolist(), writing=True)
-            )
+            geometries = held.enter_context(self._parts.segments.use(segments_in(slots), writing=True))
             openable = np.isin(segments_of(slots), list(geometries))
             self._room.give_back(slots[~openable])
             slots = slots[openable]
