@@ -5,7 +5,7 @@ measurement; every figure it prints is a prediction.
 
     python -m benchmarks.simulate paper             predictions of the paper's figures, beside the figures
     python -m benchmarks.simulate node  [--trace F] one node: no cache, DRAM, a slow drive, a fast one, policies
-    python -m benchmarks.simulate fleet [--nodes N] many nodes: random and cache-aware routing
+    python -m benchmarks.simulate fleet [--nodes N] many nodes: random and cache-aware routing, and a peer tier
 """
 
 import argparse
@@ -26,7 +26,8 @@ DRAM = Tier("DRAM", 50 * GB, 50 * GB, 256 * GB, layerwise=True, price=Prices().d
 DRIVE = Tier("drive", 6 * GB, 4 * GB, 4000 * GB, layerwise=True, price=Prices().ssd)
 MIXED = DRIVE._replace(name="drive without windows", windows=False, mixing=0.5)
 SLOW = Tier("slow drive", 0.5 * GB, 0.4 * GB, 4000 * GB, price=Prices().ssd)
-PEERS = Tier("peers", 5 * GB, float("inf"), 0.0, layerwise=True, setup=0.002)
+PEERS = Tier("peers", 5 * GB, float("inf"), 64 * GB, layerwise=True, setup=0.002, price=Prices().dram)
+"""The memory that each node lends to a fleet, over a network of 50 Gb/s; everything new is offered."""
 FLOPS = 400e12
 """What a GPU of the H100's kind sustains in prefill."""
 
@@ -86,7 +87,7 @@ def _fleet(options: argparse.Namespace) -> Rows:
             ("cache-aware, peers", (HBM, DRIVE, PEERS), cache_aware(options.seed)),
         ]
         for name, tiers, route in ways:
-            peers = room(LLAMA_8B, DRIVE, count) if PEERS in tiers else None
+            peers = room(LLAMA_8B, PEERS, count) if PEERS in tiers else None
             nodes = [Node(LLAMA_8B, gpu, tiers, Policy(preload=True), peers) for _ in range(count)]
             rows.append((f"{count} nodes, {name}", replay(_arrivals(options, count), nodes, tiers, route, Prices())))
     return rows
@@ -100,12 +101,17 @@ def _arrivals(options: argparse.Namespace, nodes: int = 1) -> Iterable[Arrival]:
 
 
 def _table(rows: Rows) -> list[dict[str, Any]]:
-    print(f"{'':28}{'requests':>9}{'TTFT p50':>10}{'p99':>9}{'bubble':>8}{'hits':>7}{'written':>10}{'$/M tokens':>12}")
+    print(f"{'':28}{'requests':>9}{'TTFT p50':>10}{'p99':>9}{'bubble':>8}{'hits':>7}", end="")
+    print(f"{'read':>10}{'written':>10}{'network':>10}{'$/M tokens':>12}")
     for name, row in rows:
-        written = sum(nbytes for tier, nbytes in row.written.items() if "drive" in tier)
+        read, written = (
+            sum(nbytes for tier, nbytes in way.items() if "drive" in tier) for way in (row.read, row.written)
+        )
+        network = row.read.get(PEERS.name, 0.0) + row.written.get(PEERS.name, 0.0)
         print(
             f"{name:28}{row.requests:>9}{row.ttft_p50:>9.3f}s{row.ttft_p99:>8.2f}s{row.bubble:>8.1%}"
-            f"{sum(row.hits.values()):>7.0%}{written / 1e12:>8.2f}TB{row.dollars_per_million:>12.3f}"
+            f"{sum(row.hits.values()):>7.1%}{read / 1e12:>8.2f}TB{written / 1e12:>8.2f}TB{network / 1e12:>8.2f}TB"
+            f"{row.dollars_per_million:>12.3f}"
         )
     return [{"name": name, **row._asdict()} for name, row in rows]
 
