@@ -42,13 +42,12 @@ def shape_of(page_bytes: int) -> Shape:
     return SHAPES[page_bytes]
 
 
-def host_pool(shape: Shape, pages: int, layout: str) -> Any:
-    """An MHATokenToKVPoolHost of `pages` pages, unpinned, beside a device pool of two pages on the CPU."""
+def device_pool(shape: Shape) -> Any:
+    """An MHATokenToKVPool of two pages on the CPU."""
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    device = MHATokenToKVPool(
+    return MHATokenToKVPool(
         size=shape.page_size,
         page_size=shape.page_size,
         dtype=torch.bfloat16,
@@ -58,6 +57,13 @@ def host_pool(shape: Shape, pages: int, layout: str) -> Any:
         device="cpu",
         enable_memory_saver=False,
     )
+
+
+def host_pool(shape: Shape, pages: int, layout: str) -> Any:
+    """An MHATokenToKVPoolHost of `pages` pages, unpinned, beside a device pool of two pages on the CPU."""
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    device = device_pool(shape)
     return MHATokenToKVPoolHost(
         device.get_device_pool_infos()[0].buffer_info,
         host_to_device_ratio=2.0,
