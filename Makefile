@@ -31,8 +31,8 @@ gpu:  ## tests and figures that need a CUDA device, from the source tree, withou
 test-nvme: .venv/ready  ## the VFIO controller against QEMU's NVMe drives [needs qemu-system-x86 and apt]
 	$(BIN)/python -m pytest tests/nvme
 
-bench: .venv/ready  ## where this machine stands [ARGS="--json FILE"]
-	$(BIN)/python -m benchmarks.storage $(ARGS)
+bench: .venv/ready  ## where this machine stands: each cache in one report [ARGS="--tiers file,with --scale 0.5"]
+	$(BIN)/python -m benchmarks.compare --json build/bench/compare.json --svg build/bench/compare.svg $(ARGS)
 
 docs: .venv/ready  ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -27,9 +27,10 @@ class Chat:
         later = [sample for i, sample in enumerate(samples) if i % turns]
         return {"turn 1": opening} | ({"later turns": later} if later else {})
 
-    async def again(self, client: Client, seed: str, phase: str) -> list[Sample]:
+    async def again(self, client: Client, seed: str, phase: str) -> dict[str, list[Sample]]:
         """One more turn of every chat, all at once."""
-        return await together(self._go_on(client, seed, number, phase) for number in range(self._options.clients))
+        samples = await together(self._go_on(client, seed, number, phase) for number in range(self._options.clients))
+        return {phase: samples}
 
     async def _talk(self, client: Client, seed: str, number: int) -> list[Sample]:
         samples = []

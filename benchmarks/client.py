@@ -14,7 +14,8 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=600)
 
 
 class Sample(msgspec.Struct):
-    """One request. Times in seconds; `device`, `host` and `storage` are tokens of the prompt that were not computed."""
+    """One request. Times in seconds, `begun` on a clock of this machine; `device`, `host` and `storage` are tokens of
+    the prompt that were not computed."""
 
     prompt: int
     ttft: float
@@ -23,6 +24,7 @@ class Sample(msgspec.Struct):
     host: int
     storage: int
     reply: list[int]
+    begun: float = 0.0
 
 
 class Client:
@@ -32,10 +34,11 @@ class Client:
         self.url = url.rstrip("/")
         self._session = aiohttp.ClientSession(timeout=TIMEOUT)
 
-    async def generate(self, prompt: list[int], tokens: int) -> Sample:
+    async def generate(self, prompt: list[int] | str, tokens: int) -> Sample:
         """Greedy, exactly `tokens` tokens."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        asked = {"text" if isinstance(prompt, str) else "input_ids": prompt}
+        body = {**asked, "sampling_params": sampling, "stream": True}
         start = last = time.perf_counter()
         arrivals: list[float] = []
         reply: list[int] = []
@@ -57,7 +60,7 @@ class Client:
                 reply = found if len(found) == meta["completion_tokens"] else reply + found
         details = meta.get("cached_tokens_details") or {}
         device, host, storage = (int(details.get(tier) or 0) for tier in ("device", "host", "storage"))
-        return Sample(len(prompt), arrivals[0], arrivals[1:], device, host, storage, reply)
+        return Sample(meta["prompt_tokens"], arrivals[0], arrivals[1:], device, host, storage, reply, start)
 
     async def flush(self) -> None:
         """Empty device and host tier, once what is being written to storage is there."""
@@ -80,6 +83,17 @@ class Client:
 def tokens(seed: str, count: int) -> list[int]:
     """`count` token ids that only `seed` decides."""
     return random.Random(seed).choices(range(FIRST_ID, LAST_ID + 1), k=count)
+
+
+async def at_most(parallel: int, work: Iterable[Awaitable[Sample]]) -> list[Sample]:
+    """Run `parallel` at once; their samples in order."""
+    room = asyncio.Semaphore(parallel)
+
+    async def one(each: Awaitable[Sample]) -> Sample:
+        async with room:
+            return await each
+
+    return list(await asyncio.gather(*map(one, work)))
 
 
 async def together(work: Iterable[Awaitable[list[Sample]]]) -> list[Sample]:

@@ -6,17 +6,21 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import eviction, index, serving, storage_summary
+from benchmarks import break_even, eviction, index, serving, soak, steps, storage_summary, windows
 from benchmarks.report import Figures, Report
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, RESULTS = DOCS / "benchmarks.md", DOCS / "results"
+SERVED = ("chat", "long_context", "shared_prefix", "mixed", "compare")
 TABLES: dict[str, Callable[[Report], Iterable[Figures]]] = {
     "storage": lambda run: storage_summary.tables(storage_summary.summarise(run.rows)),
-    "chat": lambda run: [serving.figures("chat", serving.summarise(run.rows))],
-    "long_context": lambda run: [serving.figures("long_context", serving.summarise(run.rows))],
     "index": lambda run: [index.figures(index.summarise(run.rows))],
+    "soak": lambda run: [soak.figures(run.summary[0])],
     "eviction": lambda run: eviction.tables(run.rows),
+    "windows": lambda run: [windows.figures(windows.summarise(run.rows))],
+    "steps": lambda run: [steps.figures(steps.summarise(run.rows))],
+    "break_even": lambda run: [break_even.figures(break_even.summarise(run.rows))],
+    **dict.fromkeys(SERVED, lambda run: [serving.figures(run.benchmark, serving.summarise(run.rows))]),
 }
 _BLOCK = re.compile(r"(<!-- results of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.client import Client
@@ -20,14 +20,14 @@ STOP_SECONDS = 60.0
 class Server:
     """Starts at construction, on a free port of this machine; `log` gets what it prints."""
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
-        """`arguments`: those of tutti_sglang.integration.launch."""
+    def __init__(self, arguments: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:
+        """`arguments`: those of tutti_sglang.integration.launch; `environ`: instead of this process's."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         command = [sys.executable, "-m", "tutti_sglang.integration.launch", "--port", str(port), *arguments]
         with log.open("ab") as file:
-            self._process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+            self._process = subprocess.Popen(command, stdout=file, stderr=file, env=environ, start_new_session=True)
 
     async def ready(self) -> None:
         """Return when it serves. Raises RuntimeError with the end of its log."""

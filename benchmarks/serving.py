@@ -1,4 +1,4 @@
-"""What chat and long_context share: a workload runs, with and without the tier, before and after flush and restart."""
+"""What the benchmarks of a server share: a workload runs with each cache, before and after a flush and a restart."""
 
 import argparse
 import asyncio
@@ -11,15 +11,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
+import aiohttp
 import msgspec
 
 from benchmarks import report
 from benchmarks.backends import drop_page_cache
 from benchmarks.client import Client, Sample, tokens
+from benchmarks.contenders import CONTENDERS, NAMES, environment, launch, refused
 from benchmarks.report import Figures, Row, quartiles, ratios
 from benchmarks.server import Server
 
-COLUMNS = ("", "n", "TTFT p50 ms", "p99", "without / with", "ITL p50 ms", "p99", "prompt", "device", "host", "storage")
+COLUMNS = (
+    *("", "n", "TTFT p50 ms", "p99", "without / it", "ITL p50 ms", "p99", "prompt", "device", "host", "storage"),
+    *("tokens/s", "$ per million"),
+)
+BASELINES = ("without", "none")
+"""What the others are compared with: the first that takes part."""
 
 
 class Workload(Protocol):
@@ -28,18 +35,16 @@ class Workload(Protocol):
     async def first(self, client: Client, seed: str) -> dict[str, list[Sample]]:
         """The samples of each phase before the caches are emptied."""
 
-    async def again(self, client: Client, seed: str, phase: str) -> list[Sample]:
-        """What comes back to it afterwards."""
+    async def again(self, client: Client, seed: str, phase: str) -> dict[str, list[Sample]]:
+        """What comes back to it afterwards, by names that begin with `phase`."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Where the server is, and how often it is asked."""
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--url", help="a server that runs already; its caches are flushed")
-    place.add_argument("--serve", action="store_true", help="start servers with and without the tier (default)")
-    parser.add_argument(
-        "--tiers", default="with,without", help="which servers to start: with, without the tier, or both"
-    )
+    place.add_argument("--serve", action="store_true", help="start servers here (default)")
+    parser.add_argument("--tiers", default="with,without", help=f"which servers to start: {', '.join(CONTENDERS)}")
     parser.add_argument("--restart", metavar="COMMAND", help="with --url: how to restart that server")
     parser.add_argument("--model", help="for the servers started here (default: the built-in one without a GPU)")
     parser.add_argument("--server-args", default="", help="further SGLang flags for them, in one string")
@@ -47,9 +52,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--directory", type=Path, default=Path("/var/tmp"), help="a directory on the drive of the store"
     )
     parser.add_argument("--rounds", type=int, default=1, help="each with other tokens and servers started anew")
+    parser.add_argument("--dollars", type=float, default=0.0, help="what the server costs in an hour")
 
 
-def main(name: str, options: argparse.Namespace, workload: Workload, settings: dict[str, object]) -> None:
+def main(name: str, options: argparse.Namespace, workload: Workload, settings: dict[str, object]) -> report.Report:
     """Run all rounds, print and write what came of them."""
     base = Path(tempfile.mkdtemp(prefix="tutti-bench-", dir=options.directory))
     tiers = ["given"] if options.url else options.tiers.split(",")
@@ -61,16 +67,33 @@ def main(name: str, options: argparse.Namespace, workload: Workload, settings: d
     try:
         for turn in range(options.rounds):
             for tier in report.rotated(tiers, turn):
-                folder = base / f"{turn}-{tier}"
-                folder.mkdir()
-                phases = asyncio.run(_cycle(run, options, workload, tier, folder, f"{options.seed}/{turn}"))
-                run.rows += [row for phase, samples in phases.items() for row in _rows(turn, tier, phase, samples)]
-                shutil.rmtree(folder, ignore_errors=True)
+                run.rows += _one(run, options, workload, (turn, tier), base / f"{turn}-{tier}")
+                run.write(options.json)  # what was measured is kept, whatever becomes of the rest
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    run.summary = summarise(run.rows)
+    run.summary = summarise(run.rows, options.dollars)
     figures(name, run.summary).show()
     run.write(options.json)
+    return run
+
+
+def _one(
+    run: report.Report, options: argparse.Namespace, workload: Workload, which: tuple[int, str], folder: Path
+) -> list[Row]:
+    """One contender's part of a round; why it has none is noted."""
+    turn, tier = which
+    if reason := refused(tier):
+        run.note(f"{tier} does not take part: {reason}")
+        return []
+    folder.mkdir()
+    try:
+        phases = asyncio.run(_cycle(run, options, workload, tier, folder, f"{options.seed}/{turn}"))
+    except (RuntimeError, OSError, aiohttp.ClientError) as error:
+        run.note(f"{tier} leaves round {turn}", error)
+        return []
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return [row for phase, samples in phases.items() for row in _rows(turn, tier, phase, samples)]
 
 
 async def _cycle(
@@ -81,7 +104,7 @@ async def _cycle(
         phases = {"first restore": await _warm_up(client, f"{seed}/{tier}/first")}
         phases |= await workload.first(client, seed)
         await client.flush()
-        phases["flushed"] = await workload.again(client, seed, "flushed")
+        phases |= await workload.again(client, seed, "flushed")
         await client.flush()
     if options.url and not options.restart:
         run.note("not restarted: give --restart COMMAND, or --serve")
@@ -91,7 +114,7 @@ async def _cycle(
     drop_page_cache(folder)
     async with _serving(options, tier, folder) as client:
         phases["first restore"] += await _warm_up(client, f"{seed}/{tier}/second")
-        phases["restarted"] = await workload.again(client, seed, "restarted")
+        phases |= await workload.again(client, seed, "restarted")
     return phases
 
 
@@ -108,7 +131,7 @@ async def _warm_up(client: Client, seed: str) -> list[Sample]:
 @contextlib.asynccontextmanager
 async def _serving(options: argparse.Namespace, tier: str, folder: Path) -> AsyncIterator[Client]:
     """A client of a server that is ready."""
-    server = None if options.url else Server(_launch_arguments(options, tier, folder / "store"), folder / "log")
+    server = None if options.url else _server(options, tier, folder)
     client = None
     try:
         if server:
@@ -122,10 +145,11 @@ async def _serving(options: argparse.Namespace, tier: str, folder: Path) -> Asyn
             server.stop()
 
 
-def _launch_arguments(options: argparse.Namespace, tier: str, store: Path) -> list[str]:
-    arguments = ["--without-tier"] if tier == "without" else ["--store", str(store)]
-    arguments += ["--model", options.model] if options.model else []
-    return [*arguments, "--", *options.server_args.split()] if options.server_args else arguments
+def _server(options: argparse.Namespace, tier: str, folder: Path) -> Server:
+    found = launch(tier, folder / "store")
+    model = ["--model", options.model] if options.model else []
+    arguments = [*found.arguments, *model, *options.server_args.split()]
+    return Server(arguments, folder / "log", environment(found))
 
 
 def _rows(turn: int, tier: str, phase: str, samples: list[Sample]) -> list[Row]:
@@ -133,8 +157,10 @@ def _rows(turn: int, tier: str, phase: str, samples: list[Sample]) -> list[Row]:
     return [base | {"number": i} | msgspec.to_builtins(sample) for i, sample in enumerate(samples)]
 
 
-def summarise(rows: list[Row]) -> list[Row]:
-    """One line per phase and tier: times in seconds, tokens as sums."""
+def summarise(rows: list[Row], dollars: float = 0.0) -> list[Row]:
+    """One line per phase and tier: times in seconds, tokens as sums, rates in tokens per second; `dollars`: of the
+    server in an hour."""
+    baseline = next((name for name in BASELINES if any(row["tier"] == name for row in rows)), "")
     lines = []
     for phase, tier in dict.fromkeys((row["phase"], row["tier"]) for row in rows):
         own = [row for row in rows if (row["phase"], row["tier"]) == (phase, tier)]
@@ -143,19 +169,37 @@ def summarise(rows: list[Row]) -> list[Row]:
         line |= {"ttft_p50": _percentile(ttft, 50), "ttft_p99": _percentile(ttft, 99)}
         line |= {"itl_p50": _percentile(gaps, 50), "itl_p99": _percentile(gaps, 99)}
         line |= {name: sum(row[name] for row in own) for name in ("prompt", "device", "host", "storage")}
-        line["without_over_with"] = quartiles(_speedups(rows, phase)) if tier == "with" else None
+        line["speedup"] = quartiles(_speedups(rows, phase, tier, baseline)) if tier != baseline else None
+        line |= _rates(own, dollars)
         lines.append(line)
     return lines
 
 
-def _speedups(rows: list[Row], phase: str) -> list[float]:
-    """Per round: the median TTFT without the tier over that with it."""
+def _rates(own: list[Row], dollars: float) -> Row:
+    """Tokens per second from the first request to the last token, and what a million of them cost; None of runs that
+    kept no clock."""
+    rounds = {row["round"] for row in own}
+    if not all(row.get("begun") for row in own):
+        return {"tokens_per_second": None, "dollars_per_million": None}
+    seconds = 0.0
+    for turn in rounds:
+        some = [row for row in own if row["round"] == turn]
+        ends = [row["begun"] + row["ttft"] + sum(row["gaps"]) for row in some]
+        seconds += max(ends) - min(row["begun"] for row in some)
+    rate = sum(row["prompt"] + 1 + len(row["gaps"]) for row in own) / max(seconds, 1e-9)
+    return {"tokens_per_second": rate, "dollars_per_million": dollars / 3600 / rate * 1e6}
+
+
+def _speedups(rows: list[Row], phase: str, tier: str, baseline: str) -> list[float]:
+    """Per round: the median TTFT of the baseline over that of the tier."""
     medians = []
-    for turn, tier in dict.fromkeys((row["round"], row["tier"]) for row in rows if row["phase"] == phase):
-        key = (turn, tier, phase)
-        found = [row["ttft"] for row in rows if (row["round"], row["tier"], row["phase"]) == key]
-        medians.append({"round": turn, tier: statistics.median(found)})
-    return ratios(medians, lambda row: row.get("without"), lambda row: row.get("with"))
+    for turn in dict.fromkeys(row["round"] for row in rows):
+        for name in (tier, baseline):
+            key = (turn, name, phase)
+            found = [row["ttft"] for row in rows if (row["round"], row["tier"], row["phase"]) == key]
+            if found:
+                medians.append({"round": turn, name: statistics.median(found)})
+    return ratios(medians, lambda row: row.get(baseline), lambda row: row.get(tier))
 
 
 def figures(name: str, summary: list[Row]) -> Figures:
@@ -164,12 +208,11 @@ def figures(name: str, summary: list[Row]) -> Figures:
     for line in summary:
         times = [f"{line[key] * 1000:.1f}" for key in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")]
         shares = [f"{line[key] / line['prompt']:.1%}" for key in ("device", "host", "storage")]
-        speedup = line["without_over_with"]
-        ratio = report.Quartiles(*speedup).show() if speedup else "-"
-        label = (
-            f"{line['phase']}, {line['tier']}" if line["tier"] == "given" else f"{line['phase']}, {line['tier']} tier"
-        )
-        lines.append([label, str(line["requests"]), *times[:2], ratio, *times[2:], str(line["prompt"]), *shares])
+        ratio = report.Quartiles(*line["speedup"]).show() if line["speedup"] else "-"
+        rate, cost = line["tokens_per_second"], line["dollars_per_million"]
+        ends = [f"{rate:.0f}" if rate else "-", f"{cost:.2f}" if cost else "-"]
+        label = f"{line['phase']}, {NAMES.get(line['tier'], line['tier'])}"
+        lines.append([label, str(line["requests"]), *times[:2], ratio, *times[2:], str(line["prompt"]), *shares, *ends])
     return Figures(f"{name}: times in ms, hits as shares of the prompt tokens", COLUMNS, lines)
 
 

@@ -3,7 +3,6 @@
 Goal: microseconds of run_batch, process_batch_result and on_idle with hooks, less those without.
 """
 
-import statistics
 import sys
 import time
 import types
@@ -81,13 +80,23 @@ def main() -> None:
                 run.rows.append({"round": turn, "step": name, "microseconds": (hooked - plain) * 1e6})
     finally:
         window.close()
-    run.summary = [
-        {"step": name, "microseconds": _quartiles([row["microseconds"] for row in run.rows if row["step"] == name])}
-        for name in dict.fromkeys(row["step"] for row in run.rows)
-    ]
-    lines = [[line["step"], report.Quartiles(*line["microseconds"]).show("{:.1f}")] for line in run.summary]
-    report.Figures("added to a step, µs: median and quartiles", ["", "µs"], lines).show()
+    run.summary = summarise(run.rows)
+    figures(run.summary).show()
     run.write(options.json)
+
+
+def summarise(rows: list[report.Row]) -> list[report.Row]:
+    """A line for each kind of step."""
+    return [
+        {"step": name, "microseconds": report.quartiles(row["microseconds"] for row in rows if row["step"] == name)}
+        for name in dict.fromkeys(row["step"] for row in rows)
+    ]
+
+
+def figures(summary: list[report.Row]) -> report.Figures:
+    """The table of a run."""
+    lines = [[line["step"], report.Quartiles(*line["microseconds"]).show("{:.1f}")] for line in summary]
+    return report.Figures("added to a step, µs: median and quartiles", ["", "µs"], lines)
 
 
 def _install() -> Window:
@@ -122,10 +131,6 @@ def _seconds(scheduler: Scheduler, batch: Batch | None, steps: int) -> float:
         return (time.perf_counter() - start) / SPAN
 
     return min(span() for _ in range(max(1, steps // SPAN)))
-
-
-def _quartiles(values: list[float]) -> report.Quartiles:
-    return report.Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Every benchmark runs at a tiny size and keeps all its rounds; the arithmetic behind the printed figures is right."""
 
+import argparse
 import asyncio
 import contextlib
 import subprocess
@@ -15,9 +16,22 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import backends, client, publish, report, serving, storage_summary, worker
+from benchmarks import (
+    backends,
+    break_even,
+    client,
+    contenders,
+    long_context,
+    mixed,
+    publish,
+    report,
+    serving,
+    soak,
+    storage_summary,
+    worker,
+)
 from benchmarks.gil import GilSampler
-from benchmarks.plot import Point, line_plot
+from benchmarks.plot import Point, bar_plot, line_plot
 from benchmarks.pools import SHAPES, host_pool, shape_of
 from benchmarks.report import Report
 from benchmarks.server import Server
@@ -79,10 +93,10 @@ def test_a_summary_of_serving_compares_times_of_one_round_and_counts_hits() -> N
 
     rows = [row(0, "with", 1, 50), row(0, "without", 4, 0), row(1, "with", 2, 50), row(1, "without", 4, 0)]
     with_tier, without = serving.summarise(rows)
-    assert with_tier["without_over_with"].median == 3
+    assert with_tier["speedup"].median == 3
     assert (with_tier["storage"], with_tier["prompt"], with_tier["itl_p50"]) == (100, 200, 0.02)
-    assert without["without_over_with"] is None
-    assert serving.figures("chat", [with_tier]).lines[0][-1] == "50.0%"
+    assert without["speedup"] is None
+    assert serving.figures("chat", [with_tier]).lines[0][-3] == "50.0%"
 
 
 def test_the_machine_is_described(tmp_path: Path) -> None:
@@ -263,3 +277,124 @@ def test_steps_runs(tmp_path: Path) -> None:
     run = _run("steps", "--steps", "40", "--rounds", "2", json=tmp_path / "run.json")
     assert {row["step"] for row in run.rows} == {"decode", "prefill of 1", "prefill of 32", "idle"}
     assert all(row["microseconds"] > 0 for row in run.rows)
+
+
+def test_a_short_soak_loses_nothing_and_reads_nothing_wrong(tmp_path: Path) -> None:
+    sizes = ["--minutes", "2.5", "--life", "10", "--capacity", "32MiB", "--segment", "4MiB", "--seed", "7"]
+    run = _run("soak", *sizes, "--directory", "/var/tmp", "--svg", str(tmp_path), json=tmp_path / "run.json")
+    (line,) = run.summary
+    assert not run.notes
+    assert (line["lost"], line["wrong"], line["wrong_after_restart"], line["call_errors"]) == (0, 0, 0, 0)
+    assert min(line["restarts"], line["kills"], line["lives_with_faults"]) > 0
+    assert line["came"] > 0
+    assert line["faults_seen"] > 0
+    assert line["written_over_capacity"] > 1
+    assert {row["process"] for row in run.rows} == {"main", "side"}
+    assert (tmp_path / "soak-memory.svg").exists()
+
+
+def test_a_soak_complains_of_what_is_lost_and_of_memory_that_grows() -> None:
+    rows = [{"minutes": m, "process": "main", "last": False, "rss": (100 + 2 * m) << 20} for m in range(30)]
+    assert soak.growth(rows, 10) == pytest.approx(2)
+    nothing = dict.fromkeys(("wrong", "wrong_after_restart", "lost", "call_errors"), 0)
+    verified = dict.fromkeys(("unreadable", "lost", "double", "stray", "files"), 0)
+    good = {**nothing, "verified": verified, "slope": 0.2}
+    assert not soak.complaints(good)
+    assert soak.complaints({**good, "lost": 3, "slope": 2.0, "verified": verified | {"double": 1}}) == [
+        "3 pages were lost by a restart",
+        "1 double",
+        "memory grows by 2.00 MiB a minute",
+    ]
+
+
+def _sample(ttft: float, begun: float, storage: int = 0) -> client.Sample:
+    return client.Sample(100, ttft, [0.1, 0.1], 0, 0, storage, [1, 2, 3], begun)
+
+
+def test_rates_and_costs_are_those_of_the_wall_clock() -> None:
+    rows = serving._rows(0, "with", "flushed", [_sample(0.8, 10.0), _sample(1.8, 10.0)])
+    (line,) = serving.summarise(rows, dollars=3.6)
+    assert line["tokens_per_second"] == pytest.approx(2 * 103 / 2)  # the slower one ends after 2 s
+    assert line["dollars_per_million"] == pytest.approx(0.001 / (206 / 2) * 1e6)
+    assert line["speedup"] is None
+
+
+def test_every_contender_is_started_by_flags_and_variables(tmp_path: Path) -> None:
+    for name in contenders.CONTENDERS:
+        found = contenders.launch(name, tmp_path / name)
+        assert ("--without-tier" in found.arguments) is (name not in ("with", "direct"))
+        assert name in contenders.NAMES
+        assert contenders.environment(found).items() >= dict(found.environ).items()
+    assert str(tmp_path / "file") in contenders.launch("file", tmp_path / "file").environ.values()
+
+
+def test_a_contender_that_cannot_take_part_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "refused", lambda name: "it is not installed")
+    run = Report("compare", report.machine(tmp_path), {})
+    assert serving._one(run, None, None, (0, "nixl"), tmp_path / "nixl") == []  # type: ignore[arg-type]
+    assert run.notes == ["nixl does not take part: it is not installed"]
+
+
+def test_a_mix_repeats_what_is_long_and_never_what_is_short() -> None:
+    options = argparse.Namespace(requests=12, documents=2, tokens=64, rate=5.0, output=1)
+    work = mixed.Mixed(options)
+    cold, hot = (work.requests("seed", phase) for phase in ("cold", "hot"))
+
+    def prompts(requests: list[mixed.Request], kind: str) -> list[tuple[int, ...]]:
+        return [tuple(each.prompt) for each in requests if each.kind == kind]
+
+    assert set(prompts(cold, "long")) == set(prompts(hot, "long"))
+    assert not set(prompts(cold, "short")) & set(prompts(hot, "short"))
+    assert [each.after for each in cold] == sorted(each.after for each in cold)
+
+
+def test_a_data_set_is_read_as_far_as_it_is_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "loogle.jsonl"
+    path.write_text('{"context": "one", "n": 1}\n\n{"n": 2}\n{"input": "two"}\n{"text": "three"}\n')
+    assert long_context.documents(path, 2) == ["one", "two"]
+    path.write_text('{"n": 2}\n')
+    with pytest.raises(ValueError, match="context"):
+        long_context.documents(path, 2)
+
+
+def test_what_comes_again_is_as_long_and_shares_what_it_should() -> None:
+    options = argparse.Namespace(tokens=100, prompts=1, reuse=0.25, data=None, output=1)
+    work = long_context.LongContext(options)
+    first, again = work._prompt("s", 0, ""), work._prompt("s", 0, "flushed/other")
+    assert len(first) == len(again) == 100
+    assert first[:25] == again[:25]
+    assert first[25:] != again[25:]
+
+
+def test_bars_are_drawn_for_what_was_measured(tmp_path: Path) -> None:
+    series = {"a": {"cold": 10.0, "hot": 5.0}, "b": {"hot": 2.5}}
+    bar_plot(tmp_path / "bars.svg", ("t", "", "ms"), series)
+    root = ElementTree.parse(tmp_path / "bars.svg").getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    heights = [float(each.get("height", 0)) for each in root.iter(f"{space}rect") if float(each.get("height", 0)) > 4]
+    assert sorted(heights[1:]) == [78.0, 156.0, 312.0]
+    assert {"cold", "hot", "a", "b"} <= {each.text for each in root.iter(f"{space}text")}
+
+
+def test_break_even_is_judged_within_a_round() -> None:
+    def row(turn: int, what: str, ttft: float, storage: int) -> dict[str, Any]:
+        case = {"round": turn, "break_even": "on", "disk": "slow", "tokens": 100}
+        return {**case, "what": what, "ttft": ttft, "storage": storage}
+
+    rows = [row(0, "stored", 1.0, 0), row(0, "new", 1.0, 0), row(1, "stored", 3.0, 50), row(1, "new", 2.0, 0)]
+    (line,) = break_even.summarise(rows)
+    assert line["stored_over_new"].median == 1.25
+    assert line["loaded"] == 0.25
+    assert break_even.figures([line]).lines[0][-1] == "25%"
+
+
+@pytest.mark.server
+def test_caches_are_compared_in_one_report(tmp_path: Path) -> None:
+    sizes = ["--tiers", "none,with", "--scale", "0.1", "--directory", str(tmp_path), "--svg", str(tmp_path / "c.svg")]
+    run = _run("compare", *sizes, json=tmp_path / "run.json")
+    hits = {(line["phase"], line["tier"]): line["storage"] for line in run.summary}
+    assert hits["long: restarted", "with"] > 0
+    assert hits["long: restarted", "none"] == 0
+    assert {phase.partition(":")[0] for phase, _ in hits} >= {"long", "prefix", "chat"}
+    assert not run.notes
+    assert (tmp_path / "c.svg").exists()

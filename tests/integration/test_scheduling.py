@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.integration import slow_disk
+from benchmarks import slow_disk
 from tests.integration.server import Launch, Reply, Server, Servers, hicache
 from tutti_sglang.config import load_config
 from tutti_sglang.schedule.profiling import profile, saved_drives

@@ -57,9 +57,10 @@ class Window:
         """Why other processes of the store are not seen; empty when they are."""
         return self._rows.why_alone
 
-    def busy(self) -> bool:
-        """Whether I/O is in flight on a drive of the store, of whatever process."""
-        self._rows.look(self._clock())
+    def busy(self, now: int = 0) -> bool:
+        """Whether I/O is in flight on a drive of the store, of whatever process. `now`: of the window's clock, where
+        the caller has just looked at it."""
+        self._rows.look(now or self._clock())
         return self._rows.any(self._in_flight)
 
     def hear(self, mode: int, until: int, heard: int = 0) -> None:

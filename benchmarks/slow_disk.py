@@ -1,4 +1,4 @@
-"""An SGLang plugin of the tests: every read of the drives takes longer, by so many nanoseconds a byte."""
+"""An SGLang plugin of tests and benchmarks: every read of the drives takes longer, by so many nanoseconds a byte."""
 
 import os
 import sys
