@@ -126,9 +126,6 @@ class Nixl(Backend):
         return f"POSIX, {'zero copy' if storage.is_zero_copy else 'bounce copy'}, files {opened}"
 
 
-BACKENDS: dict[str, type[Backend]] = {"tutti": Tutti, "file": File, "nixl": Nixl}
-
-
 def storage_config(pool: Any, extra: dict[str, Any]) -> Any:
     """What `_generate_storage_config` makes for one rank of dense attention (managers/cache_controller.py:748)."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig

@@ -1,4 +1,4 @@
-"""Put and cold get through the HiCache class, against fio, SGLang's `file` and NIXL POSIX, in interleaved rounds.
+"""Put and cold get through the HiCache class, against fio, `file`, NIXL POSIX and LMCache, in interleaved rounds.
 
 Goal: what a page costs between SGLang's host pool and the drive, in GB/s, in CPU time, in GIL, and beside a thread that
 is busy with Python, as SGLang's scheduler is. Not a goal: latency of requests (chat, long_context).
@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, storage_summary
-from benchmarks.backends import BACKENDS
 from benchmarks.pools import shape_of
-from benchmarks.worker import Case, Worker
+from benchmarks.worker import BACKENDS, Case, Worker
 from tutti_sglang.cli.fio import Fio
 from tutti_sglang.units import format_size, parse_size
 
-CONTENDERS = ["fio", "tutti", "tutti:checksum=off", "nixl", "file"]
+CONTENDERS = ["fio", "tutti", "tutti:checksum=off", "nixl", "lmcache", "file"]
 GIL_ROUNDS = 3
 
 

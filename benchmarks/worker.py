@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.backends import BACKENDS, BATCH, Backend, drop_page_cache
+from benchmarks.backends import BATCH, Backend, File, Nixl, Tutti, drop_page_cache
 from benchmarks.gil import GilSampler
+from benchmarks.lmcache import LMCache
 from benchmarks.pools import Shape, host_pool
 from tutti_sglang.memory import view
 
+BACKENDS: dict[str, type[Backend]] = {"tutti": Tutti, "file": File, "nixl": Nixl, "lmcache": LMCache}
 ALONE_SECONDS = 0.2
 PATIENCE = 900.0
 LOG = "log"
