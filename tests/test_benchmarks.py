@@ -240,18 +240,6 @@ def test_eviction_is_judged_on_every_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.server
-def test_long_prompts_come_back_from_storage_after_flush_and_restart(tmp_path: Path) -> None:
-    sizes = ["--tokens", "512", "--prompts", "1", "--output", "2", "--tiers", "with", "--directory", str(tmp_path)]
-    run = _run("long_context", *sizes, json=tmp_path / "run.json")
-    hits = {line["phase"]: line["storage"] for line in run.summary}
-    assert list(hits) == ["first restore", "cold", "hot", "flushed", "restarted"]
-    assert hits["cold"] == hits["hot"] == 0
-    assert hits["flushed"] >= 384
-    assert hits["restarted"] >= 384
-    assert not run.notes
-
-
-@pytest.mark.server
 def test_chats_run_against_a_server_that_is_there(tmp_path: Path) -> None:
     server = Server(["--store", str(tmp_path / "store")], tmp_path / "log")
     try:
@@ -390,11 +378,12 @@ def test_break_even_is_judged_within_a_round() -> None:
 
 @pytest.mark.server
 def test_caches_are_compared_in_one_report(tmp_path: Path) -> None:
-    sizes = ["--tiers", "none,with", "--scale", "0.1", "--directory", str(tmp_path), "--svg", str(tmp_path / "c.svg")]
+    sizes = ["--tiers", "nixl,with", "--scale", "0.2", "--directory", str(tmp_path), "--svg", str(tmp_path / "c.svg")]
     run = _run("compare", *sizes, json=tmp_path / "run.json")
-    hits = {(line["phase"], line["tier"]): line["storage"] for line in run.summary}
-    assert hits["long: restarted", "with"] > 0
-    assert hits["long: restarted", "none"] == 0
-    assert {phase.partition(":")[0] for phase, _ in hits} >= {"long", "prefix", "chat"}
-    assert not run.notes
+    hits = {line["phase"]: line["storage"] for line in run.summary if line["tier"] == "with"}
+    assert hits["long: cold"] == hits["long: hot"] == 0
+    for name in ("long", "prefix", "chat"):
+        assert hits[f"{name}: flushed"] >= 256
+        assert hits[f"{name}: restarted"] >= 256
+    assert all("nixl" in note for note in run.notes)
     assert (tmp_path / "c.svg").exists()

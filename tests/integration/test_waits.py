@@ -77,6 +77,24 @@ def test_spans_lie_below_the_requests_own_and_follow_each_other(tracer: Tracer) 
     assert [each.get("tutti.pages") for each in attributes] == [None, 5, None, 3, 2]
 
 
+def test_opentelemetry_itself_takes_the_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="OpenTelemetry's SDK is not installed")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.trace import set_span_in_context
+
+    provider, kept = sdk.TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    monkeypatch.setattr(trace, "tracer", provider.get_tracer("sglang server"), raising=False)
+    root = trace.tracer.start_span("Req a")
+    ours = Waits(Metrics(CollectorRegistry()))
+    ours.trace("a", set_span_in_context(root))
+    _request(ours, "a")
+    spans = kept.get_finished_spans()
+    assert [span.name for span in spans] == [f"tutti {phase}" for phase in (*PHASES, "read")]
+    assert {span.parent.span_id for span in spans} == {root.get_span_context().span_id}
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_request_is_followed_where_sglang_traces_it(
     enabled: bool, tracer: Tracer, monkeypatch: pytest.MonkeyPatch
