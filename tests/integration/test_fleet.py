@@ -12,7 +12,7 @@ from tests.integration.test_end_to_end import PROMPT
 from tests.store.kit import eventually
 from tests.store.peer.fleet_kit import Fleet, fleet_of
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.server, pytest.mark.matrix, pytest.mark.timeout(1500)]
 
 PAGE = 64
 

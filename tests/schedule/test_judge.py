@@ -123,3 +123,46 @@ def test_what_it_remembers_is_bounded(judge: Judge) -> None:
     for number in range(10_000):
         judge.announce(str(number), 0, 1)
     assert len(judge._asked) <= 4096
+
+
+def _far(judge: Judge, bandwidth: float) -> None:
+    """A fleet of this speed, as if there had never been another."""
+    judge.fetches = Curve()
+    for size in (NBYTES, 4 * NBYTES, 16 * NBYTES):
+        for _ in range(3):
+            judge.received(size, size / bandwidth)
+
+
+def _ask_far(judge: Judge, rid: str, here: int, pages: int = 16) -> int:
+    judge.announce(rid, 0, pages * PAGE + 1)
+    remote = [max(0, number - here) for number in range(1, pages + 1)]
+    return judge.pages(rid, range(1, pages + 1), PAGE, NBYTES, remote)
+
+
+def test_what_other_machines_have_is_fetched_when_that_is_sooner(judge: Judge, metrics: Metrics) -> None:
+    _see(judge, FAST)
+    assert _ask_far(judge, "unknown", here=8) == 16, "so that it is measured"
+    _far(judge, FAST)
+    assert _ask_far(judge, "a", here=8) == 16
+    assert _ask_far(judge, "b", here=0) == 16
+    assert metrics.value("tutti_break_even_requests", outcome="peer") == 3
+    _far(judge, SLOW)
+    assert _ask_far(judge, "c", here=8) == 8, "what is here is loaded, what is far is computed"
+    assert _ask_far(judge, "d", here=0) == 0
+    assert metrics.value("tutti_declined_objects") == 8 + 16
+    _see(judge, SLOW)
+    _far(judge, FAST)
+    assert _ask_far(judge, "e", here=0) == 16, "a slow drive is no matter of what is elsewhere"
+
+
+def test_a_fleet_that_was_too_slow_is_tried_again_with_a_page(judge: Judge, clock: Clock, metrics: Metrics) -> None:
+    _see(judge, FAST)
+    _far(judge, SLOW)
+    assert _ask_far(judge, "a", here=4) == 4
+    clock.now += PROBE + 1
+    judge.loaded(NBYTES, NBYTES / FAST)  # the drives are in use all the time
+    assert _ask_far(judge, "b", here=4) == 5
+    assert metrics.value("tutti_break_even_requests", outcome="probe") == 1
+    for _ in range(3):
+        judge.received(NBYTES, NBYTES / FAST)
+    assert _ask_far(judge, "c", here=4) == 16

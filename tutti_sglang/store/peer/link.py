@@ -107,7 +107,9 @@ class Link:
         with self._lock:
             call.abandoned = not call.over.is_set()
         if call.abandoned:
-            self.breaker.failed(f"no answer to {call.request.operation} in time", late=True)
+            # A lookup has so little time that a busy processor can take it.
+            operation = call.request.operation
+            self.breaker.failed(f"no answer to {operation} in time", late=operation != "exists")
         elif call.reply and call.reply.error:
             self.breaker.failed(call.reply.error)
         return call

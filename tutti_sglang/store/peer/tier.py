@@ -31,7 +31,7 @@ Which = npt.NDArray[np.int64]
 
 
 class Received(NamedTuple):
-    """Payload bytes that a thread asked the fleet for, and the seconds that took."""
+    """Payload bytes that came for a thread, and the seconds that took; where the fleet failed, all it was asked for."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -102,7 +102,7 @@ class PeerTier:
         wire = self.wire(space)
         if wire is None or not self.serves:
             return good
-        start = time.monotonic()
+        start, asked = time.monotonic(), 0
         step = max(1, self.memory.size // (2 * LANES) // wire.stride)
         todo = deque(np.arange(at, min(at + step, len(good))) for at in range(0, len(good), step))
         flying: deque[tuple[Which, Call, Load]] = deque()
@@ -116,11 +116,12 @@ class PeerTier:
                 good[which] = self._end(space, wire, some(keys, which), rows[which], (call, load))
                 if call.states is None:
                     todo.clear()
+                    asked = len(good)
         finally:
             for _, call, load in flying:  # only after an exception
                 self._give_back(self.link.end(call), load)
         came = int(good.sum())
-        self._note(Received(len(good) * space.payload, time.monotonic() - start))
+        self._note(Received((asked or came) * space.payload, time.monotonic() - start))
         self._parts.metrics.add("tutti_hit_objects", came, tier="peer")
         self._parts.metrics.add("tutti_bytes", came * space.payload, op="receive")
         return good
