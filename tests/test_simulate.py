@@ -140,3 +140,14 @@ def _rows(page: str) -> list[list[str]]:
 
 def test_bisection_finds_the_limit() -> None:
     assert highest_rate(lambda rate: rate * rate, 4.0, 0.0, 10.0) == pytest.approx(2.0, abs=0.01)
+
+
+def test_what_is_fetched_or_published_is_what_the_drives_keep() -> None:
+    """Each block on a drive was computed there, and offered, or came over the network."""
+    peers = Tier("peers", 5 * GB, float("inf"), 1000 * GB, layerwise=True)
+    tiers = (HBM, DRIVE, peers)
+    shared = room(LLAMA_8B, peers, 4)
+    nodes = [Node(LLAMA_8B, GPU, tiers, Policy(preload=True), shared) for _ in range(4)]
+    found = replay(chats(8.0, 120), nodes, tiers, randomly(3), Prices())
+    assert found.read["peers"] > 0
+    assert found.read["peers"] + found.written["peers"] == pytest.approx(found.written["drive"], rel=0.05)

@@ -146,7 +146,7 @@ def test_a_request_without_room_to_read_ahead_loads_what_is_here(linked: Open) -
     """Layers are read from the own drives alone: what only the fleet has is not claimed there."""
     pool = mha()
     linkers.fill(pool, 1)
-    one, two = linked("one", pool), linked("two", pool, preload=0)
+    one, two = (linked(node, pool, preload=0) for node in ("one", "two"))
     assert offload(one, keys(4), [7, 3, 20, 21])
     assert _shared(one._tier.store)
     assert Request(two, "r", keys(4)).lookup() == 0

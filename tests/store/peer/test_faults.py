@@ -16,6 +16,9 @@ from tutti_sglang.store.peer import link
 
 PAGES = range(20)
 
+SLACK = 5.0
+"""Seconds, for a machine that is busy with other things. A get that knew no deadline but its own would take 8."""
+
 
 @pytest.fixture
 def stored(disk: Path, files: Files) -> Iterator[ObjectStore]:
@@ -68,7 +71,7 @@ def test_an_engine_that_dies_in_the_middle_of_a_get_costs_misses(stored: ObjectS
     files.mood("die")
     found, took = _timed(stored)
     assert not any(found)
-    assert took < 1.5
+    assert took < SLACK
     assert _heals(stored, files)
 
 
@@ -80,13 +83,13 @@ def test_an_engine_that_hangs_holds_up_one_call_for_its_time_and_no_other(
     files.mood("hang")
     found, took = _timed(stored)
     assert not any(found)
-    assert took < 1.0 + 0.9, "settings.timeout, on a busy machine"
+    assert took < 1.0 + SLACK
     assert not serves(stored)
     start = time.monotonic()
     for _ in range(50):
         assert not any(get(stored, 1, *PAGES))
         assert not stored.locate(1, keys(*PAGES)).any()
-    assert time.monotonic() - start < 1.0, "nobody waits again"
+    assert time.monotonic() - start < 25.0, "nobody waits again: that would be 50 s"
     assert eventually(lambda: worker(stored) not in (0, hung)), "it was killed and another one started"
     assert _heals(stored, files)
 
@@ -119,7 +122,7 @@ def test_a_store_opens_while_the_fleet_is_down_and_joins_it_later(disk: Path, fi
     files.mood("down")
     start = time.monotonic()
     store = join(disk / "late", files.peer())
-    assert time.monotonic() - start < 5, "opening waits for no fleet"
+    assert time.monotonic() - start < 15, "opening waits for no fleet"
     store_pages(store, store.attach(namespace()), *range(5))
     assert all(get(store, 1, *range(5)))
     assert not serves(store)
@@ -147,10 +150,10 @@ def test_a_worker_that_is_stopped_is_killed(stored: ObjectStore, files: Files, m
 
 
 def test_a_slow_fleet_is_asked_no_longer_than_a_lookup_may_take(stored: ObjectStore, files: Files) -> None:
-    files.mood("slow")
+    files.mood("hang")
     start = time.monotonic()
     assert not stored.locate(1, keys(*PAGES)).any()
-    assert time.monotonic() - start < 0.1 + 0.5
+    assert time.monotonic() - start < 0.1 + SLACK
     assert _heals(stored, files)
 
 

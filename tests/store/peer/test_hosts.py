@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 INFRA = "10.77.0.1"
 PAGES = range(40)
 TIMEOUT = 2.0
-SLACK = 3.0
+SLACK = 5.0
 """For a machine that is busy with other things."""
 
 

@@ -120,7 +120,7 @@ def test_a_master_that_dies_costs_misses_until_it_is_back(disk: Path, own_fleet:
     fleet.master.kill()
     start = time.monotonic()
     assert not any(get(two, 1, *range(10)))
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 7
     assert eventually(lambda: not any(get(two, 1, *range(10))) and not serves(two))
     store_pages(one, 1, *range(10, 20))
     assert all(get(one, 1, *range(20))), "local service goes on"
@@ -157,11 +157,11 @@ def test_memory_that_is_gone_or_hangs_costs_misses_and_one_deadline(
     lender.signal(signal.SIGSTOP)
     start = time.monotonic()
     assert not any(get(two, 1, *range(40)))
-    assert time.monotonic() - start < 2.0 + 2.0
+    assert time.monotonic() - start < 7
     assert not serves(two)
     start = time.monotonic()
     assert not any(get(two, 1, *range(40)))
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 5
     lender.signal(signal.SIGCONT)
     assert eventually(lambda: serves(two) and any(get(two, 1, *range(40))), 90)
     lender.kill()
@@ -180,7 +180,7 @@ def test_a_master_that_is_not_there_yet_is_joined_when_it_is(disk: Path, own_fle
     fleet.master.kill()
     start = time.monotonic()
     store = join(disk / "one", fleet.peer())
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20, "Mooncake's client alone would try for 90 s"
     store_pages(store, store.attach(namespace()), *range(5))
     assert not store.locate(1, keys(77)).any()
     fleet.master.start()
