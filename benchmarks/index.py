@@ -1,11 +1,12 @@
 """The index alone: opening, lookups and publishes at full size, idle and beside a thread that is busy with Python.
 
 Goal: what every batch pays before a byte moves: a lookup asks which keys are there, a get asks for their records too.
-Both are timed for runs, keys that were put together, and for keys from all over. Not a goal: throughput of many
-writers.
+Both are timed for runs, keys that were put together, and for keys from all over; by the table in memory, which takes a
+while to load, and by the B-tree, which answers until then. Not a goal: throughput of many writers.
 """
 
 import argparse
+import math
 import secrets
 import shutil
 import tempfile
@@ -70,7 +71,7 @@ class Bench:
     def __init__(self, path: Path, seed: int) -> None:
         self._path = path
         self._random = np.random.default_rng(seed)
-        self._index = Index(path)
+        self._index, self._bare = Index(path), Index(path)
         self._space = self._index.namespace_id(NAMESPACE)
         self._keys = np.empty((0, KEY_SIZE), dtype=np.uint8)
         self._slots = np.empty(0, dtype=np.int64)
@@ -87,6 +88,7 @@ class Bench:
 
     def measure(self, repeat: int) -> list[Row]:
         """A row per measurement, `repeat` of each, interleaved; and one for the size."""
+        self._index.mirror(math.inf)
         rows: list[Row] = [{"what": "size", "keys": 0, "beside": "idle", "round": 0, "bytes_per_object": self._size()}]
         for acts in (self._reading(), self._writing()):  # a commit empties the caches of readers: that is told apart
             for turn in range(-1, repeat):
@@ -96,6 +98,7 @@ class Bench:
                             line = {"what": what, "keys": count, "beside": beside, "round": turn}
                             rows.append(line | {"seconds": _seconds(prepare())})
         self._index.close()
+        self._bare.close()
         return [row for row in rows if row["round"] >= 0]  # the first one warms up
 
     def _reading(self) -> list[tuple[str, int, Callable[[], Act]]]:
@@ -103,10 +106,13 @@ class Bench:
         few, many = self._counts()
         return [
             ("open", 0, lambda: self._open),
+            ("load the table", 0, self._load),
             *(("lookup run", count, partial(self._run, count)) for count in (few, many)),
             *(("lookup scattered", count, partial(self._scattered, count)) for count in (few, many)),
             *(("lookup absent", count, partial(self._absent, count)) for count in (few, many)),
             *(("records run", count, partial(self._records, count)) for count in (few, many)),
+            *(("lookup run, B-tree", count, partial(self._run, count, bare=True)) for count in (few, many)),
+            *(("records run, B-tree", count, partial(self._records, count, bare=True)) for count in (few, many)),
         ]
 
     def _writing(self) -> list[tuple[str, int, Callable[[], Act]]]:
@@ -116,9 +122,13 @@ class Bench:
     def _counts(self) -> tuple[int, int]:
         return min(128, len(self._keys) // 2), min(8192, len(self._keys) // 2)
 
-    def _run(self, count: int) -> Act:
+    def _load(self) -> Act:
+        index = Index(self._path)  # closed when nobody has it any more, which is not timed
+        return partial(index.mirror, math.inf)
+
+    def _run(self, count: int, *, bare: bool = False) -> Act:
         start = int(self._random.integers(len(self._keys) - count))
-        return partial(self._find, self._keys[start : start + count].tobytes(), True)
+        return partial(self._find, self._keys[start : start + count].tobytes(), True, bare)
 
     def _scattered(self, count: int) -> Act:
         which = self._random.choice(len(self._keys), count, replace=False)
@@ -127,9 +137,9 @@ class Bench:
     def _absent(self, count: int) -> Act:
         return partial(self._find, secrets.token_bytes(count * KEY_SIZE), False)
 
-    def _records(self, count: int) -> Act:
+    def _records(self, count: int, *, bare: bool = False) -> Act:
         start = int(self._random.integers(len(self._keys) - count))
-        return partial(self._get, self._keys[start : start + count].tobytes())
+        return partial(self._get, self._keys[start : start + count].tobytes(), bare)
 
     def _new(self, count: int) -> Act:
         return partial(self._publish, secrets.token_bytes(count * KEY_SIZE), self._lease(count))
@@ -139,11 +149,13 @@ class Bench:
         opened.lookup(self._space, self._keys[0].tobytes())
         opened.close()
 
-    def _find(self, keys: bytes, there: bool) -> None:
-        assert ((self._index.locate(self._space, keys) != NO_SLOT) == there).all()
+    def _find(self, keys: bytes, there: bool, bare: bool = False) -> None:
+        index = self._bare if bare else self._index
+        assert ((index.locate(self._space, keys) != NO_SLOT) == there).all()
 
-    def _get(self, keys: bytes) -> None:
-        assert (self._index.lookup(self._space, keys).records["slot"] != NO_SLOT).all()
+    def _get(self, keys: bytes, bare: bool) -> None:
+        index = self._bare if bare else self._index
+        assert (index.lookup(self._space, keys).records["slot"] != NO_SLOT).all()
 
     def _publish(self, keys: bytes, records: Records) -> None:
         assert self._index.publish(OWNER, self._space, keys, records).all()

@@ -1,5 +1,6 @@
 """Stores on a real file system: ext4, so that O_DIRECT and fallocate behave as in service."""
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ def disk() -> Iterator[Path]:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[Index]:
-    """A new one."""
+    """A new one, as in service: with its table in memory."""
     opened = open_index(tmp_path)
+    opened.mirror(math.inf)
     yield opened
     opened.close()
 

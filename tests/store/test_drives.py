@@ -68,7 +68,7 @@ def test_another_format_is_refused_by_name(disk: Path) -> None:
     close_good(open_store(disk))
     text = (disk / "TUTTI").read_text().replace(f'"format": {superblock.FORMAT}', '"format": 1')
     (disk / "TUTTI").write_text(text)
-    with pytest.raises(ForeignStoreError, match=r"format 1.*reads format 2"):
+    with pytest.raises(ForeignStoreError, match=r"format 1.*reads format 3"):
         open_store(disk)
 
 

@@ -73,7 +73,7 @@ def test_the_superblock_has_the_fields_of_the_page(tmp_path: Path) -> None:
     assert [row[0] for row in rows("Superblock")] == list(Superblock.__struct_fields__)
     block = Superblock(format=superblock.FORMAT, store="a" * 32, drive=0, segment_size=1 << 20)
     assert superblock.parse(msgspec.json.encode(block.sealed()), "here").segment_size == 1 << 20
-    assert superblock.FORMAT == schema.FORMAT == 2
+    assert superblock.FORMAT == schema.FORMAT == 3
     assert superblock.DRIVES_MAX - 1 == 65535
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tutti_sglang.geometry import Stripe
 from tutti_sglang.store import slots as numbering
-from tutti_sglang.store.database import Database, json_list
+from tutti_sglang.store.database import Database, json_list, numbers
 from tutti_sglang.store.slots import Ranges, Slots
 
 ACTIVE, CLEARING = "active", "clearing"
@@ -19,6 +19,9 @@ ACTIVE, CLEARING = "active", "clearing"
 
 _SEGMENTS_PER_LEASE = 64
 _SETTLE_MAX = 1 << 14
+
+CHANGES_KEPT = 1 << 16
+"""Of the latest changes of objects: whoever has missed more of them looks at all objects anew."""
 
 _BITS = """
     select group_concat(segment || ' ' || group_size || ' ' || slots || ' ' || hex(bits))
@@ -37,6 +40,10 @@ _SET_BITS = """
     where free.segment = new.segment
 """
 _DUE = f"select group_concat(slot) from (select slot from settling where epoch <= ? order by epoch limit {_SETTLE_MAX})"
+_FORGET = f"""
+    delete from changes where id < min((select min(id) from changes) + {_SETTLE_MAX},
+                                       (select max(id) from changes) - {CHANGES_KEPT})
+"""
 _GIVE_BACK = """
     insert into settling
     select slot, value + 1 from leased, epoch where owner = ?1 and slot in (select value from json_each(?2))
@@ -215,11 +222,13 @@ def _first_gap(taken: list[tuple[int, int]], size: int) -> int:
 
 
 def _settle(connection: Connection, oldest_epoch: int) -> int:
-    """Slots freed at or before `oldest_epoch` can be read by nobody any more: they become free."""
+    """Slots freed at or before `oldest_epoch` can be read by nobody any more: they become free. And the oldest changes
+    are of no use any more."""
+    connection.execute(_FORGET)
     (text,) = connection.execute(_DUE, (oldest_epoch,)).fetchone()
     if not text:
         return 0
-    slots = np.fromstring(text, dtype=np.int64, sep=",")
+    slots = numbers(text)
     segments = numbering.segments_of(slots)
     changed = _load(connection, _NAMED, json_list(np.unique(segments)))
     for bits in changed:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tutti_sglang.errors import StoreError
 from tutti_sglang.metrics import Metrics, process_metrics
@@ -26,6 +28,11 @@ _REMEDY = "If it does not go away, stop all servers of this store and remove ind
 def json_list(values: Any) -> str:
     """An array of integers as SQLite's `json_each` takes it: one argument for a whole batch."""
     return msgspec.json.encode(values.tolist()).decode()
+
+
+def numbers(text: str | None) -> npt.NDArray[np.int64]:
+    """What SQLite's group_concat made of integers: None where there was none."""
+    return np.fromstring(text or "", dtype=np.int64, sep=",")
 
 
 class Database:

@@ -1,18 +1,18 @@
 """The index: which object lies in which slot. One SQLite database for all processes of a store."""
 
-from pathlib import Path
+from sqlite3 import Connection
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.errors import StoreError
-from tutti_sglang.metrics import Metrics
 from tutti_sglang.store.allocation import ACTIVE, CLEARING, usage
-from tutti_sglang.store.database import json_list
+from tutti_sglang.store.database import json_list, numbers
 from tutti_sglang.store.keys import KEY_SIZE, marks
-from tutti_sglang.store.registry import Registry
+from tutti_sglang.store.mirror import NEWS, Mirror, news_of
 from tutti_sglang.store.slots import NO_SLOT, SEGMENT_SHIFT, Slots, segments_of
+from tutti_sglang.store.table import Marks
 
 RECORD_DTYPE = np.dtype(
     [
@@ -45,12 +45,19 @@ _LOCATE = f"""
     select {_MOMENT}, group_concat(ifnull(o.slot, {NO_SLOT}))
     from json_each(?1) as n left join objects as o indexed by objects_by_mark on o.mark = n.value
 """
+_BODIES = f"""
+    hex(group_concat(iif(length(cast(o.record as blob)) = {_BODY} and o.id = substr(?2, n.key * {_ID_SIZE} + 1,
+                         {_ID_SIZE}), o.record, x'{"00" * _BODY}'), ''))
+"""
 _LOOKUP = f"""
-    select {_MOMENT}, group_concat(ifnull(o.slot, {NO_SLOT})),
-           hex(group_concat(iif(length(cast(o.record as blob)) = {_BODY} and o.id = substr(?2, n.key * {_ID_SIZE} + 1,
-                                {_ID_SIZE}), o.record, x'{"00" * _BODY}'), ''))
+    select {_MOMENT}, group_concat(ifnull(o.slot, {NO_SLOT})), {_BODIES}
     from json_each(?1) as n left join objects as o on o.mark = n.value
 """
+# The same for who has a table: what is news to it, and records by slot, where a run lies together.
+_LOCATE_NEWS = f"select {_MOMENT}, {NEWS}"
+_LOOKUP_SLOTS = (
+    f"select {_MOMENT}, {NEWS}, {_BODIES} from json_each(?3) as n left join objects as o on o.slot = n.value"
+)
 _PUBLISH = f"""
     insert or ignore into objects (slot, mark, id, record)
     select n.value, {_MARK_OF_N}, substr(?1, n.key * {_ID_SIZE} + 1, {_ID_SIZE}),
@@ -98,13 +105,24 @@ class Occupants(NamedTuple):
     records: Records
 
 
-class Index(Registry):
+class _Moment(NamedTuple):
+    """`clearing`: segments that are out of sight."""
+
+    epoch: int
+    clearing: str | None
+
+    def in_sight(self, slots: Slots) -> Slots:
+        """NO_SLOT instead of those in segments that are being cleared."""
+        if not self.clearing:
+            return slots
+        return np.where(np.isin(segments_of(slots), numbers(self.clearing)), NO_SLOT, slots)
+
+
+class Index(Mirror):
     """Key → record, for all namespaces, and who holds which slot. Opening looks at no object. Thread safe, not
     fork safe."""
 
-    def __init__(self, path: Path, metrics: Metrics | None = None) -> None:
-        super().__init__(path, metrics)
-        self._last_epoch = 0
+    _last_epoch = 0
 
     @property
     def last_epoch(self) -> int:
@@ -119,34 +137,59 @@ class Index(Registry):
     def locate(self, namespace: int, keys: bytes) -> Slots:
         """(n,) the slots of n keys of 32 bytes, as of one moment; NO_SLOT where there is none. Another key is taken for
         one of them once in 2⁶⁴. Never waits for a writer. A statement that fails is counted, and finds nothing."""
-        marks_, order = _marks(namespace, keys)
+        wanted = marks(namespace, keys).view(np.int64)
         try:
             with self._read("lookup") as connection:
-                epoch, clearing, slots = connection.execute(_LOCATE, (json_list(marks_),)).fetchone()
+                moment, slots = self._locate_in_table(connection, wanted) or _locate(connection, wanted)
         except StoreError:
-            return np.full(len(marks_), NO_SLOT)
-        self._last_epoch = max(self._last_epoch, epoch)
-        found = np.empty(len(marks_), dtype=np.int64)
-        found[order] = _numbers(slots)
-        return _in_sight(found, clearing)
+            return np.full(len(wanted), NO_SLOT)
+        self._last_epoch = max(self._last_epoch, moment.epoch)
+        return moment.in_sight(slots)
 
     def lookup(self, namespace: int, keys: bytes) -> Lookup:
         """The records of n keys; `slot` = NO_SLOT where there is none. Else as `locate`, and without its doubt."""
-        marks_, order = _marks(namespace, keys)
-        values = (json_list(marks_), _ids(namespace, keys, order))
+        wanted = marks(namespace, keys).view(np.int64)
         try:
             with self._read("lookup") as connection:
-                epoch, clearing, slots, body = connection.execute(_LOOKUP, values).fetchone()
+                found = self._lookup_by_table(connection, namespace, keys, wanted)
+                moment, records = found or _lookup(connection, namespace, keys, wanted)
         except StoreError:
-            return Lookup(_absent(len(marks_)), self._last_epoch, np.full(len(marks_), NO_SLOT))
-        self._last_epoch = max(self._last_epoch, epoch)
-        records = np.empty(len(marks_), dtype=RECORD_DTYPE)
-        records[order] = _records(slots, body)
-        records["slot"] = _in_sight(records["slot"].astype(np.int64), clearing)
+            return Lookup(_absent(len(wanted)), self._last_epoch, np.full(len(wanted), NO_SLOT))
+        self._last_epoch = max(self._last_epoch, moment.epoch)
+        records["slot"] = moment.in_sight(records["slot"].astype(np.int64))
         spoiled = records["generation"] == 0
         damaged = np.where(spoiled, records["slot"].astype(np.int64), NO_SLOT)
         records[spoiled] = _absent(1)
-        return Lookup(records, epoch, damaged)
+        return Lookup(records, moment.epoch, damaged)
+
+    def _locate_in_table(self, connection: Connection, wanted: Marks) -> tuple[_Moment, Slots] | None:
+        """None where the B-tree has to be asked."""
+        if (table := self.table) is None:
+            return None
+        last = table.last
+        epoch, clearing, *news = connection.execute(_LOCATE_NEWS, (last,)).fetchone()
+        slots = table.find(wanted, news_of(last, *news))
+        return None if slots is None else (_Moment(epoch, clearing), slots)
+
+    def _lookup_by_table(
+        self, connection: Connection, namespace: int, keys: bytes, wanted: Marks
+    ) -> tuple[_Moment, Records] | None:
+        """The same, and where something moved just now or is damaged."""
+        if (table := self.table) is None:
+            return None
+        last, slots = table.guess(wanted)
+        order = _order(slots)
+        values = (last, _ids(namespace, keys, order), json_list(slots[order]))
+        epoch, clearing, *news, bodies = connection.execute(_LOOKUP_SLOTS, values).fetchone()
+        records = np.empty(len(wanted), dtype=RECORD_DTYPE)
+        records[order] = _records(slots[order], bodies)
+        if ((records["generation"] == 0) & (slots != NO_SLOT)).any():
+            return None
+        if news[0] != last:
+            now = table.find(wanted, news_of(last, *news))
+            if now is None or (now != slots).any():
+                return None
+        return _Moment(epoch, clearing), records
 
     def publish(self, owner: str, namespace: int, keys: bytes, records: Records) -> npt.NDArray[np.bool_]:
         """(n,) True where this record is now the index's: the key had none, and `owner` holds the slot's lease, outside
@@ -167,7 +210,7 @@ class Index(Registry):
         with self._transaction("delete") as connection:
             (text,) = connection.execute(_MATCH, (json_list(slots), _digits(namespace, keys))).fetchone()
             if text:
-                gone[_numbers(text)] = True
+                gone[numbers(text)] = True
                 connection.execute(_DELETE, (json_list(slots[gone]),))
         return gone
 
@@ -181,7 +224,7 @@ class Index(Registry):
         with self._read("occupants") as connection:
             ids, slots, body = connection.execute(_OCCUPANTS, (first, last)).fetchone()
         rows = np.frombuffer(bytes.fromhex(ids or ""), dtype=np.uint8).reshape(-1, _ID_SIZE)
-        return Occupants(rows[:, _ID_SIZE - KEY_SIZE :], _records(slots, body))
+        return Occupants(rows[:, _ID_SIZE - KEY_SIZE :], _records(numbers(slots), body))
 
     def clear(self, namespace: int) -> int:
         """Put all objects of a namespace out of sight, of all processes and at once; how many they were. `purge`
@@ -203,17 +246,33 @@ class Index(Registry):
         return True
 
 
-def _marks(namespace: int, keys: bytes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(n,) the marks of the keys as SQLite's integers, and whose they are: in the order of the B-tree where there are
-    many, since neighbours share pages."""
-    found = marks(namespace, keys).view(np.int64)
-    order = np.argsort(found) if len(found) >= _SORTED_FROM else np.arange(len(found))
-    return found[order], order
+def _locate(connection: Connection, wanted: Marks) -> tuple[_Moment, Slots]:
+    """By the B-tree of marks."""
+    order = _order(wanted)
+    epoch, clearing, slots = connection.execute(_LOCATE, (json_list(wanted[order]),)).fetchone()
+    found = np.empty(len(wanted), dtype=np.int64)
+    found[order] = numbers(slots)
+    return _Moment(epoch, clearing), found
 
 
-def _digits(namespace: int, keys: bytes) -> bytes:
-    """The n marks, _MARK digits each."""
-    return marks(namespace, keys).view(np.int64).astype(f"S{_MARK}").tobytes()
+def _lookup(connection: Connection, namespace: int, keys: bytes, wanted: Marks) -> tuple[_Moment, Records]:
+    order = _order(wanted)
+    values = (json_list(wanted[order]), _ids(namespace, keys, order))
+    epoch, clearing, slots, bodies = connection.execute(_LOOKUP, values).fetchone()
+    records = np.empty(len(wanted), dtype=RECORD_DTYPE)
+    records[order] = _records(numbers(slots), bodies)
+    return _Moment(epoch, clearing), records
+
+
+def _order(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """In which to ask for them: that of the B-tree where they are many, since neighbours share pages."""
+    return np.argsort(values) if len(values) >= _SORTED_FROM else np.arange(len(values))
+
+
+def _digits(namespace: int, keys: bytes) -> str:
+    """The n marks, _MARK characters each."""
+    found = marks(namespace, keys).view(np.int64).tolist()
+    return f"%{_MARK}d" * len(found) % tuple(found)
 
 
 def _ids(namespace: int, keys: bytes, order: npt.NDArray[np.int64] | None = None) -> bytes:
@@ -226,21 +285,11 @@ def _ids(namespace: int, keys: bytes, order: npt.NDArray[np.int64] | None = None
     return ids.tobytes()
 
 
-def _numbers(text: str | None) -> npt.NDArray[np.int64]:
-    """What SQLite's group_concat made of integers: None where there was none."""
-    return np.fromstring(text or "", dtype=np.int64, sep=",")
-
-
-def _in_sight(slots: Slots, clearing: str | None) -> Slots:
-    """NO_SLOT instead of those in segments that are being cleared."""
-    return np.where(np.isin(segments_of(slots), _numbers(clearing)), NO_SLOT, slots) if clearing else slots
-
-
-def _records(slots: str | None, body: str | None) -> Records:
-    """What SQLite said: None where it was about nothing."""
-    packed = np.frombuffer(bytes.fromhex(body or ""), dtype=_BODY_DTYPE)
+def _records(slots: Slots, bodies: str | None) -> Records:
+    """What SQLite said of these slots: None where it was about nothing."""
+    packed = np.frombuffer(bytes.fromhex(bodies or ""), dtype=_BODY_DTYPE)
     records = np.empty(len(packed), dtype=RECORD_DTYPE)
-    records["slot"] = _numbers(slots)
+    records["slot"] = slots
     for name in _BODY_DTYPE.names or ():
         records[name] = packed[name]
     return records

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tutti_sglang.errors import ForeignStoreError, StoreError
 
-FORMAT = 2
+FORMAT = 3
 APPLICATION = 0x54555449
 """SQLite's application id: `TUTI`."""
 
@@ -85,12 +85,20 @@ create table objects (
 );
 create unique index objects_by_mark on objects (mark);
 
+create table changes (                      -- the latest: by them copies in memory are kept up to date
+    id integer primary key,
+    slot integer not null,                  -- -1: the object is gone
+    mark integer not null
+);
+
 create trigger published after insert on objects begin
     delete from leased where slot = new.slot;
+    insert into changes (slot, mark) values (new.slot, new.mark);
 end;
 
 create trigger deleted after delete on objects begin
     insert into settling select old.slot, value + 1 from epoch;
+    insert into changes (slot, mark) values (-1, old.mark);
 end;
 
 create trigger freed after insert on settling begin
@@ -126,6 +134,7 @@ def connect(path: Path, timeout: float) -> sqlite3.Connection:
     connection.execute("pragma mmap_size = 0")
     connection.execute(f"pragma cache_size = -{_CACHE_KIB}")
     connection.execute("pragma synchronous = normal")
+    connection.execute("pragma temp_store = memory")  # the journal of a statement would be a file for every publish
     connection.execute(f"pragma journal_size_limit = {WAL_MAX // 2}")
     connection.execute("pragma trusted_schema = off")
     connection.execute("pragma secure_delete = off")  # distributions switch it on: hashes of tokens need no wiping

@@ -9,7 +9,7 @@ from tutti_sglang.errors import ForeignStoreError
 from tutti_sglang.geometry import ALIGNMENT
 
 NAME = "TUTTI"
-FORMAT = 2
+FORMAT = 3
 DRIVES_MAX = 1 << 16
 """Ordinals fit in an IOCTX's u16."""
 

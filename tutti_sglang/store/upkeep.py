@@ -20,6 +20,9 @@ SLOW_SECONDS = 2.0
 PURGE_SECONDS = 0.1
 """Of each tick, for what was cleared."""
 
+MIRROR_SECONDS = 0.1
+"""Of each tick, for the table in memory while it is being loaded."""
+
 SHRINK_SECONDS = 10.0
 """Time for all processes to close a dropped segment, so that its space shows as free before another one is dropped."""
 
@@ -45,6 +48,7 @@ class Upkeep:
             duties += [self._publisher.clean, self._room.settle, self._room.rest, self._drop_lost, self._count]
             duties += [self._settle] if self.usage.settling else []
             duties += [partial(self.purge, time.monotonic() + PURGE_SECONDS)]
+            duties += [partial(self._parts.index.mirror, time.monotonic() + MIRROR_SECONDS)]
             if time.monotonic() >= self._next_slow:
                 self._next_slow = time.monotonic() + SLOW_SECONDS
                 duties += [self.reclaim, self._parts.segments.refresh, self._make_space, self._evictor.trim]
@@ -52,8 +56,9 @@ class Upkeep:
         self._do(duties)
 
     def begin(self) -> None:
-        """What dead owners held is free before anything is leased, unless the index cannot be written to now."""
-        self._do([self.reclaim, self._parts.admission.flush])
+        """What dead owners held is free before anything is leased, unless the index cannot be written to now. The table
+        in memory of a small store is there from the start."""
+        self._do([self.reclaim, self._parts.admission.flush, partial(self._parts.index.mirror, 0.0)])
 
     def purge(self, until: float) -> None:
         """Free the room of what was cleared, whoever did it; the rest another time. StoreError."""
