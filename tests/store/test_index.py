@@ -60,11 +60,11 @@ def test_a_key_of_another_namespace_is_not_found(index: Index, space: int) -> No
 def test_each_batch_is_one_statement(index: Index, space: int) -> None:
     slots = slots_of(index.lease("me", space, 8, EVER))
     keys, seen = new_keys(8), list[str]()
-    index.lookup(space, keys)  # so that a reader is open
-    for connection in (index._writer, *index._readers):
-        connection.set_trace_callback(seen.append)
+    index._writer.set_trace_callback(seen.append)
     index.publish("me", space, keys, new_records(slots))
     assert len(set(seen)) == 1  # its triggers show up under the same text
+    for connection in index._readers:
+        connection.set_trace_callback(seen.append)
     for look in (index.locate, index.lookup):
         seen.clear()
         look(space, keys)

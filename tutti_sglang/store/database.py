@@ -4,6 +4,7 @@ import contextlib
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import numpy.typing as npt
 from tutti_sglang.errors import StoreError
 from tutti_sglang.metrics import Metrics, process_metrics
 from tutti_sglang.store import schema
-from tutti_sglang.store.filesystem import refuse_network
+from tutti_sglang.store.filesystem import look_at, refuse_network
 from tutti_sglang.units import format_size
 
 FAILURES = (sqlite3.Error, UnicodeDecodeError)
 """What a statement on a damaged database raises: SQLite quotes names from the file as they are."""
 
 _IDLE_READERS = 4
+_LONG = 0.5
 _REMEDY = "If it does not go away, stop all servers of this store and remove index.db*: the store starts empty"
 
 
@@ -49,6 +51,7 @@ class Database:
         self._metrics = metrics or process_metrics()
         self._pid = os.getpid()
         self._write_lock = threading.Lock()
+        self._writing_since: float | None = None
         self._readers: list[sqlite3.Connection] = []
         self._closed = False
         try:
@@ -67,6 +70,12 @@ class Database:
         with self._write("meta") as connection:
             connection.execute("insert or replace into meta values (?, ?)", (name, value))
 
+    @property
+    def held_up(self) -> bool:
+        """Whether something has been being written for long: another process is at it, or the drive does not answer."""
+        since = self._writing_since
+        return since is not None and time.monotonic() > since + _LONG
+
     def close(self) -> None:
         """Idempotent. A reader that is under way ends by itself."""
         self._closed = True
@@ -79,9 +88,25 @@ class Database:
     def _write(self, operation: str) -> Iterator[sqlite3.Connection]:
         """The writer's connection; each statement commits by itself."""
         self._check_process()
-        with self._write_lock, self._explained(operation):
-            self._check_log()
-            yield self._writer
+        if not self._write_lock.acquire(timeout=2 * schema.WRITE_TIMEOUT):
+            self._metrics.add("tutti_index_errors", op=operation)
+            message = f"The index {self.path} failed at {operation} (another thread has been waiting for it for long)"
+            raise StoreError(message, look_at(self.path.parent))
+        try:
+            self._writing_since = time.monotonic()
+            with self._explained(operation):
+                self._check_log()
+                yield self._writer
+                self._look_once()
+        finally:
+            self._writing_since = None
+            self._write_lock.release()
+
+    def _look_once(self) -> None:
+        """The first to read after a commit writes to the memory that all connections share, a file: where the drive
+        does not answer, that must not be a lookup."""
+        with contextlib.suppress(StoreError), self._read("look") as connection:
+            connection.execute("select value from epoch").fetchone()
 
     @contextlib.contextmanager
     def _transaction(self, operation: str) -> Iterator[sqlite3.Connection]:

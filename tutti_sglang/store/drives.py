@@ -14,11 +14,15 @@ from tutti_sglang.gio.vfio.drive import VfioDrive
 from tutti_sglang.gio.vfio.iommu import AddressSpace
 from tutti_sglang.store import directory, probe, superblock
 from tutti_sglang.store.errands import ANSWER_SECONDS, Errands
+from tutti_sglang.store.filesystem import look_at
 from tutti_sglang.store.health import Health
 from tutti_sglang.store.superblock import Superblock
 from tutti_sglang.units import format_size
 
 T = TypeVar("T")
+
+OPEN_SECONDS = 10.0
+"""For a drive to answer while the store is opened: one that sleeps spins up first."""
 
 SILENT = "its file system does not answer"
 
@@ -36,6 +40,7 @@ class Found:
     block: Superblock | None = None
     problem: str = ""
     device: VfioDrive | None = None
+    errands: Errands = field(default_factory=Errands)
 
     @property
     def on_root(self) -> bool:
@@ -178,14 +183,15 @@ def join(found: Scan, store: str, known: dict[int, str], config: Config) -> list
         block = each.block or Superblock(
             format=superblock.FORMAT, store=store, drive=ordinal, segment_size=found.segment_size
         )
-        drive = _guarded(each, partial(_open, each, block, config))
+        drive = _guarded(each, partial(_opened, each, block, config))
         if drive:
             drives.append(drive)
             ordinal = max(ordinal, drive.ordinal + 1)
     if not drives:
+        silent = [look_at(each.path) for each in found.found if each.problem == SILENT]
         raise StoreError(
             "None of storage_dirs can be used: " + "; ".join(f"{each.path}: {each.problem}" for each in found.found),
-            "Run: tutti doctor",
+            silent[0] if silent else "Run: tutti doctor",
         )
     return drives
 
@@ -224,13 +230,23 @@ def _look(path: str, config: Config, space: AddressSpace | None) -> Found:
 
             raw.look(found, config, space)
             return
-        found.fd = directory.open_directory(path)
-        found.block = superblock.read(found.fd, path)
-        if found.block is None:
-            directory.refuse_foreign(found.fd, path)
+        act = partial(_open_directory, path)
+        found.fd, found.block = found.errands.call(act, OPEN_SECONDS, lambda late: os.close(late[0]))
 
     _guarded(found, look)
     return found
+
+
+def _open_directory(path: str) -> tuple[int, Superblock | None]:
+    fd = directory.open_directory(path)
+    try:
+        block = superblock.read(fd, path)
+        if block is None:
+            directory.refuse_foreign(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, block
 
 
 def _guarded(found: Found, action: Callable[[], T]) -> T | None:
@@ -245,7 +261,7 @@ def _guarded(found: Found, action: Callable[[], T]) -> T | None:
                 f"{found.path} cannot be used ({error.strerror})",
                 f"Check that user {os.geteuid()} may write there: ls -ld {found.path}",
             ) from error
-        found.problem = os.strerror(error.errno or 0)
+        found.problem = SILENT if isinstance(error, TimeoutError) else os.strerror(error.errno or 0)
         return None
 
 
@@ -271,11 +287,16 @@ def _agree(result: Scan) -> None:
         raise ForeignStoreError("The superblocks of storage_dirs name different segment sizes", "Empty the newer ones")
 
 
-def _open(found: Found, block: Superblock, config: Config) -> Drive:
+def _opened(found: Found, block: Superblock, config: Config) -> Drive:
     if found.device:
         from tutti_sglang.store import raw
 
         return raw.open_drive(found, block)
+    act = partial(_open, found, block, config)
+    return found.errands.call(act, OPEN_SECONDS, lambda late: os.close(late.segments))
+
+
+def _open(found: Found, block: Superblock, config: Config) -> Drive:
     if found.block is None:
         superblock.write(found.fd, block)
     segments = directory.open_subdirectory(found.fd, directory.SEGMENTS)
@@ -285,4 +306,4 @@ def _open(found: Found, block: Superblock, config: Config) -> Drive:
     except BaseException:
         os.close(segments)
         raise
-    return Drive(block.drive, found.path, segments, direct, why, config.min_free_space)
+    return Drive(block.drive, found.path, segments, direct, why, config.min_free_space, errands=found.errands)

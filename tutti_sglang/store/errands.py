@@ -48,15 +48,22 @@ class Errands:
         """Whether a call that nobody waits for any more has not come back."""
         return self._late > 0
 
-    def call(self, act: Callable[[], T], seconds: float, undo: Callable[[T], None] | None = None) -> T:
-        """What `act` returns, or raises. TimeoutError when it takes longer than `seconds` from its turn on, and at once
-        while an earlier one is stuck: it is not made then. What comes back too late is undone."""
+    def call(
+        self,
+        act: Callable[[], T],
+        seconds: float,
+        undo: Callable[[T], None] | None = None,
+        turn: float = TURN_SECONDS,
+    ) -> T:
+        """What `act` returns, or raises. TimeoutError when it takes longer than `seconds` from its turn on, for which
+        it waits `turn` at most, and at once while an earlier one is stuck: it is not made then. What comes back too
+        late is undone."""
         errand = _Errand(act, undo)
         with self._lock:
             if self.stuck or self._closed:
                 raise _timeout()
             self._put(errand)
-        errand.begun.wait(TURN_SECONDS)
+        errand.begun.wait(turn)
         if not errand.done.wait(seconds):
             with self._lock:
                 if not errand.done.is_set():

@@ -27,6 +27,11 @@ _NETWORK = {
 """statfs(2) f_type. FUSE is what S3, JuiceFS, GlusterFS and sshfs mount as: whether it is local cannot be told."""
 
 
+def look_at(path: Path | str) -> str:
+    """What to do about a file system that does not answer: what touches it, `ls` and `df` too, would hang as well."""
+    return f"Is its mount alive? See: grep {path} /proc/self/mounts; dmesg | tail"
+
+
 def refuse_network(directory: Path) -> None:
     """StoreError where `directory` is on a network file system."""
     if name := network_name(directory):

@@ -141,14 +141,14 @@ class Getter:
 
     def _from_drives(self, space: Space, keys: bytes, rows: Addresses, when: When) -> Flags:
         parts, grace = self._parts, self._parts.config.grace_seconds
-        with parts.owners.reading(parts.index.last_epoch, grace) as read:
+        with parts.index_drive.reading(grace) as read:
             first = look(parts, space, keys)
             which, slots, roots = _seen(space, keys, first)
             found = np.full(len(first.records), GOOD, dtype=np.int32)
             if len(which):
                 found[which] = self._read(space, slots, roots, rows[which], when)
                 # A slot may have been given to another object between the look and the read.
-                second = parts.index.lookup(space.id, keys).records
+                second = parts.index_drive.lookup(space.id, keys).records
                 found[which[second[which] != first.records[which]]] = CHANGED
             if read.expired(grace):
                 found[which] = EXPIRED

@@ -154,7 +154,7 @@ class Index(Mirror):
                 found = self._lookup_by_table(connection, namespace, keys, wanted)
                 moment, records = found or _lookup(connection, namespace, keys, wanted)
         except StoreError:
-            return Lookup(_absent(len(wanted)), self._last_epoch, np.full(len(wanted), NO_SLOT))
+            return nothing(keys)
         self._last_epoch = max(self._last_epoch, moment.epoch)
         records["slot"] = moment.in_sight(records["slot"].astype(np.int64))
         spoiled = records["generation"] == 0
@@ -244,6 +244,12 @@ class Index(Mirror):
             if connection.execute(_PURGE, (segment,)).rowcount < _PURGE_PIECE:
                 connection.execute(f"update segments set state = '{ACTIVE}' where id = ?", (segment,))
         return True
+
+
+def nothing(keys: bytes) -> Lookup:
+    """What is said where nothing can be said."""
+    count = len(keys) // KEY_SIZE
+    return Lookup(_absent(count), 0, np.full(count, NO_SLOT))
 
 
 def _locate(connection: Connection, wanted: Marks) -> tuple[_Moment, Slots]:

@@ -6,6 +6,7 @@ checksum, whose row the index vouches for by its root.
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from tutti_sglang.engine.batch import IoClass
 from tutti_sglang.engine.plan import tensor_addresses
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.keys import marks, some, split
-from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, UNOPENED, Codes
+from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, LATE, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.reader import Reader, Request
 from tutti_sglang.store.sight import Flags, Sight, look
@@ -43,7 +44,7 @@ class LayerReads:
 
     def _open(self) -> None:
         parts, space, names = self._parts, self._space, split(self._keys)
-        self._read = self._held.enter_context(parts.owners.reading(parts.index.last_epoch, parts.config.grace_seconds))
+        self._read = self._held.enter_context(parts.index_drive.reading(parts.config.grace_seconds))
         entered = parts.accepted.enter(space.id, names)
         self._held.callback(parts.accepted.leave, entered)
         self._accepted = np.zeros((len(names), len(space.sizes)), dtype=np.uint64)
@@ -65,9 +66,13 @@ class LayerReads:
         for segment in segments_in(slots):
             mine = which[segments_of(slots) == segment]
             within = numbers_of(self._sight.slots[mine])
-            self._sums[mine] = self._parts.sums.read(segment, within, len(self._space.sizes))
+            read = partial(self._parts.sums.read, segment, within, len(self._space.sizes))
+            if (found := self._parts.index_drive.ask(read, None)) is None:
+                self._fail(mine, LATE)
+            else:
+                self._sums[mine] = found
         roots = self._sight.records["root"][which] ^ marks(self._space.id, some(self._keys, which))
-        self._fail(which[checksum.roots(self._sums[which]) != roots], CORRUPT)
+        self._fail(which[(checksum.roots(self._sums[which]) != roots) & self.found[which]], CORRUPT)
 
     def read(self, tensors: slice, rows: Addresses, deadline: float, klass: IoClass = IoClass.DEMAND) -> Flags:
         """(n,) whether those tensors of the object lie in its rows ((n, t) addresses) now, as they were put. No row is
@@ -107,7 +112,7 @@ class LayerReads:
         """Of what came from the drives: a slot may have been given to another object meanwhile."""
         keys, sight = some(self._keys, which), self._sight.some(which)
         if not self._parts.verifying:
-            second = self._parts.index.lookup(self._space.id, keys).records
+            second = self._parts.index_drive.lookup(self._space.id, keys).records
             self._fail(which[self.found[which] & (second != sight.records)], CHANGED)
         if self._read.expired(self._parts.config.grace_seconds):
             self._fail(which[self.found[which]], EXPIRED)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from tutti_sglang.store.accepted import SHARE
 from tutti_sglang.store.calls import Calls
 from tutti_sglang.store.collect import Collected, collect
 from tutti_sglang.store.evictor import Evictor
+from tutti_sglang.store.filesystem import look_at
 from tutti_sglang.store.getting import Getter
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.keys import count, some, split
@@ -113,7 +115,10 @@ class ObjectStore:
         """The number of the namespace in this store. `share`: with the fleet, where there is one. StoreError;
         CapacityError when no object of it could be stored."""
         self._check_process()
-        space = Space(self._parts.index.namespace_id(namespace), namespace.tensors)
+        number = self._parts.index_drive.ask(partial(self._parts.index.namespace_id, namespace), None)
+        if number is None:
+            raise StoreError("The index does not answer", look_at(self._parts.config.index_path))
+        space = Space(number, namespace.tensors)
         if space.object_size > SHARE * self._parts.staging.size:
             raise CapacityError(
                 f"One page takes {format_size(space.object_size)}, too much for staging_size = "
@@ -204,24 +209,31 @@ class ObjectStore:
         where they are too many for CLEAR_SECONDS, their room comes free in the background."""
 
         def act() -> int:
-            until = time.monotonic() + CLEAR_SECONDS
             self._getter.forget()
             if self.fleet:
                 self.fleet.forget(self._parts.spaces[ns])
-            with self._publisher.commit:
+            if not self._publisher.commit.acquire(timeout=CLEAR_SECONDS):
+                raise StoreError("The index does not answer", look_at(self._parts.config.index_path))
+            try:
                 gone = self._parts.accepted.clear(ns)
-            while True:
-                try:
-                    gone += self._parts.index.clear(ns)
-                    break
-                except StoreError:  # SGLang reports success whatever it is told: try for as long as one may
-                    if time.monotonic() > until:
-                        raise
-            with contextlib.suppress(StoreError):  # counted, and upkeep goes on with it
-                self._upkeep.purge(until)
-            return gone
+            finally:
+                self._publisher.commit.release()
+            return gone + self._parts.index_drive.ask(partial(self._clear, ns), 0, 2 * CLEAR_SECONDS)
 
         return self._guard("clear", act, 0)
+
+    def _clear(self, ns: int) -> int:
+        until = time.monotonic() + CLEAR_SECONDS
+        while True:
+            try:
+                gone = self._parts.index.clear(ns)
+                break
+            except StoreError:  # SGLang reports success whatever it is told: try for as long as one may
+                if time.monotonic() > until:
+                    raise
+        with contextlib.suppress(StoreError):  # counted, and upkeep goes on with it
+            self._upkeep.purge(until)
+        return gone
 
     def verify(
         self, repair: bool = False, ns: int | None = None, progress: Callable[[int], None] = lambda _: None
@@ -276,19 +288,24 @@ class ObjectStore:
             left = self.fleet is None or self.fleet.leave(deadline)
             written = self._writer.stop(deadline) and left
             if not self._released and written and self._calls.wait_for_none(deadline):
-                self._released = self._guard("close", lambda: self._leave(deadline), False, closing=True)
+                leave, seconds = partial(self._leave, deadline), max(0.0, deadline - time.monotonic())
+                self._guard("close", lambda: self._parts.index_drive.ask(leave, None, seconds), None, closing=True)
+            if self._released:
+                self._parts.index_drive.close()
             return self._released
 
-    def _leave(self, deadline: float) -> bool:
+    def _leave(self, deadline: float) -> None:
+        if self._released:
+            return
         self._getter.forget()
         try:
             self._room.leave()
         except StoreError as error:  # the next one to open the store reclaims them
             self._parts.reporter.warn("leave", str(error))
-        closed = close_parts(self._parts, deadline)
-        if closed and self.fleet:
-            self.fleet.close()
-        return closed
+        if close_parts(self._parts, deadline):
+            if self.fleet:
+                self.fleet.close()
+            self._released = True
 
     def _guard(self, call: str, act: Callable[[], T], otherwise: T, closing: bool = False) -> T:
         """What SGLang sees of an exception is `otherwise`."""

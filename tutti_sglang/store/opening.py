@@ -4,6 +4,9 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -21,9 +24,12 @@ from tutti_sglang.store.admission import Admission
 from tutti_sglang.store.clock import Clock
 from tutti_sglang.store.doubts import Doubts
 from tutti_sglang.store.drives import Drive, Scan
+from tutti_sglang.store.errands import Errands
+from tutti_sglang.store.filesystem import look_at
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.hits import Hits
 from tutti_sglang.store.index import Index
+from tutti_sglang.store.index_drive import IndexDrive
 from tutti_sglang.store.locking import store_lock
 from tutti_sglang.store.outcome import Ledger
 from tutti_sglang.store.owners import Owners
@@ -34,6 +40,8 @@ from tutti_sglang.store.segments import Segments
 from tutti_sglang.store.sums import SumFiles
 
 LOCK_TIMEOUT = 10.0
+OPEN_SECONDS = LOCK_TIMEOUT + 20.0
+"""For the index directory to answer, locks that others hold included."""
 _logger = logging.getLogger("tutti_sglang.store")
 
 
@@ -41,11 +49,11 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
     """Everything of an open store, or nothing. `engine`: instead of the one that `config` asks for. StoreError,
     EngineError."""
     with contextlib.ExitStack() as undo:
-        index_dir = _open_index_dir(config)
-        undo.callback(os.close, index_dir)
-        with store_lock(index_dir, LOCK_TIMEOUT) as held:
-            index = Index(config.index_path / directory.INDEX, metrics)
-            undo.callback(index.close)
+        errands = Errands()
+        base = _answered(config, errands, partial(_open_base, config, metrics))
+        undo.push(base.undo)
+        with base.lock:
+            index, held = base.index, base.held
             found, segment_size = _join_drives(config, index, held)
             for drive in found:
                 undo.callback(drive.close)
@@ -56,12 +64,6 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
                 volumes = {each.ordinal: (each.device, CHECK) for each in found if isinstance(each, RawDrive)}
                 engine, note = create_engine(config, segment_size, staging, volumes)
                 undo.callback(engine.close, 0.0)
-            owners = Owners(config.index_path / directory.OWNERS)
-            undo.callback(owners.close)
-            sums = SumFiles(index_dir)
-            undo.callback(sums.close)
-            clock = Clock(index_dir, directory.CLOCK)
-            undo.callback(clock.close)
             ordinals = [drive.ordinal for drive in found]
             window = Window(Rows(index.meta("store") or ""), metrics, ordinals, enabled=config.windows == "on")
             undo.callback(window.close)
@@ -72,21 +74,22 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
             reporter = Reporter(_logger)
             parts = Parts(
                 config=config,
-                index_dir=index_dir,
+                index_dir=base.index_dir,
                 index=index,
-                owners=owners,
+                index_drive=IndexDrive(index, base.owners, errands, metrics, reporter),
+                owners=base.owners,
                 drives=by_ordinal,
                 engine=engine,
                 engine_note=note,
                 staging=staging,
                 segments=segments,
-                sums=sums,
+                sums=base.sums,
                 metrics=metrics,
                 reporter=reporter,
                 ledger=Ledger(by_ordinal, metrics, reporter),
                 accepted=Accepted(staging),
                 doubts=Doubts(),
-                hits=Hits(clock, segments),
+                hits=Hits(base.clock, segments),
                 admission=Admission(config, index),
                 window=window,
             )
@@ -114,6 +117,53 @@ def close_parts(parts: Parts, deadline: float) -> bool:
         drive.close()
     os.close(parts.index_dir)
     return True
+
+
+@dataclass
+class _Base:
+    """What lies in the index directory. `held`: whether the store's lock is, until the end of `lock`; `undo` closes
+    all."""
+
+    index_dir: int
+    index: Index
+    owners: Owners
+    sums: SumFiles
+    clock: Clock
+    held: bool
+    lock: contextlib.ExitStack
+    undo: contextlib.ExitStack
+
+
+def _answered(config: Config, errands: Errands, act: Callable[[], _Base]) -> _Base:
+    """What it returns or raises. StoreError when the file system does not answer."""
+    try:
+        return errands.call(act, OPEN_SECONDS, _close_base)
+    except TimeoutError as error:
+        raise StoreError(
+            f"The index directory {config.index_path} did not answer within {OPEN_SECONDS:.0f}s",
+            f"{look_at(config.index_path)}; or set index_dir to another disk",
+        ) from error
+
+
+def _open_base(config: Config, metrics: Metrics) -> _Base:
+    with contextlib.ExitStack() as undo, contextlib.ExitStack() as lock:
+        index_dir = _open_index_dir(config)
+        undo.callback(os.close, index_dir)
+        held = lock.enter_context(store_lock(index_dir, LOCK_TIMEOUT))
+        index = Index(config.index_path / directory.INDEX, metrics)
+        undo.callback(index.close)
+        owners = Owners(config.index_path / directory.OWNERS)
+        undo.callback(owners.close)
+        sums = SumFiles(index_dir)
+        undo.callback(sums.close)
+        clock = Clock(index_dir, directory.CLOCK)
+        undo.callback(clock.close)
+        return _Base(index_dir, index, owners, sums, clock, held, lock.pop_all(), undo.pop_all())
+
+
+def _close_base(base: _Base) -> None:
+    with base.undo, base.lock:
+        pass
 
 
 def _open_index_dir(config: Config) -> int:

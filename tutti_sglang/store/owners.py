@@ -100,10 +100,18 @@ class Owners:
         """Hold every slot that is freed after `epoch`, for `grace` seconds at most."""
         read = Read(epoch)
         try:
-            self._publish(grace, begun=read)
+            self.begin(read, grace)
             yield read
         finally:
-            self._publish(grace, ended=read)
+            self.end(read, grace)
+
+    def begin(self, read: Read, grace: float) -> None:
+        """As `reading` does. OSError."""
+        self._publish(grace, begun=read)
+
+    def end(self, read: Read, grace: float) -> None:
+        """A read that has begun, or was to."""
+        self._publish(grace, ended=read)
 
     def oldest_epoch(self, current: int, grace: float) -> int:
         """What every reader has passed. `current` is the store's epoch, read before this call: a reader that starts

@@ -14,6 +14,7 @@ from tutti_sglang.store.doubts import Doubts
 from tutti_sglang.store.drives import Drive
 from tutti_sglang.store.hits import Hits
 from tutti_sglang.store.index import Index
+from tutti_sglang.store.index_drive import IndexDrive
 from tutti_sglang.store.outcome import Ledger
 from tutti_sglang.store.owners import Owners
 from tutti_sglang.store.pins import Pins
@@ -31,6 +32,7 @@ class Parts:
     config: Config
     index_dir: int
     index: Index
+    index_drive: IndexDrive
     owners: Owners
     drives: dict[int, Drive]
     engine: Engine

@@ -38,7 +38,7 @@ def look(parts: Parts, space: Space, keys: bytes) -> Sight:
     """Ask the index, for who reads the objects. Never raises: what cannot be found out is not there. A record that says
     nothing is removed."""
     trusted = _trusted(parts, space, keys)
-    found = parts.index.lookup(space.id, keys)
+    found = parts.index_drive.lookup(space.id, keys)
     spoiled = np.flatnonzero(found.damaged != NO_SLOT)
     if len(spoiled):
         parts.doubts.condemn(space.id, split(some(keys, spoiled)), found.damaged[spoiled])
@@ -49,7 +49,7 @@ def spot(parts: Parts, space: Space, keys: bytes) -> Sight:
     """The same for who only asks what is there: `records` have nothing but slots, and a get may know better."""
     trusted = _trusted(parts, space, keys)
     records = np.zeros(len(keys) // KEY_SIZE, dtype=RECORD_DTYPE)
-    records["slot"] = parts.index.locate(space.id, keys)
+    records["slot"] = parts.index_drive.locate(space.id, keys)
     return _judge(parts, records, trusted)
 
 
