@@ -248,7 +248,7 @@ def test_a_file_that_nobody_knows_is_removed_and_nothing_else(disk: Path) -> Non
     close_good(store)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"format": 2}', b"[]", os.urandom(500)])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"format": 3}', b"[]", os.urandom(500)])
 def test_a_damaged_superblock_is_refused_with_a_hint(disk: Path, content: bytes) -> None:
     store, _ = filled(disk)
     assert store.close()

@@ -122,14 +122,15 @@ def test_no_policy_beats_the_optimum_and_none_loses_a_page() -> None:
 
 
 def test_watermarks() -> None:
-    def usage(used: int, leased: int) -> Usage:
-        return Usage(1, 100, 100 - used - leased, 0, leased)
+    def usage(used: int, leased: int, slots: int = 100) -> Usage:
+        return Usage(1, slots, slots - used - leased, 0, leased)
 
     assert surplus(usage(95, 0), 0.9, 0.95) == 0
     assert surplus(usage(95, 5), 0.9, 0.95) == 0
     assert surplus(usage(96, 0), 0.9, 0.95) == 6
     assert surplus(usage(100, 0), 1.0, 1.0) == 0
     assert surplus(Usage(0, 0, 0, 0, 0), 0.9, 0.95) == 0
+    assert [surplus(usage(slots, 0, slots), 0.97, 0.99) for slots in (1, 4, 32, 100, 1000)] == [0, 0, 0, 3, 30]
 
 
 def test_a_newcomer_gets_half_of_its_fair_share_from_a_full_store() -> None:

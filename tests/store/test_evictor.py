@@ -1,13 +1,29 @@
 """A full store makes room: what is used stays, namespaces share, budgets hold."""
 
 import os
+import shutil
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.store.kit import MIB, SLOTS, close_good, eventually, get, lookup, namespace, open_store, put, value
+from tests.store.kit import (
+    MIB,
+    SLOTS,
+    close_good,
+    eventually,
+    get,
+    lookup,
+    namespace,
+    open_store,
+    put,
+    store_pages,
+    value,
+)
 from tutti_sglang.store import ObjectStore, eviction
 from tutti_sglang.store.locking import store_lock
 
@@ -163,3 +179,34 @@ def test_a_spent_budget_stops_writing_and_nothing_else(disk: Path) -> None:
     _put(again, ns, 1000, 16)
     assert not any(lookup(again, ns, *range(1000, 1016))), "the day is not over"
     close_good(again)
+
+
+@given(
+    slots=st.integers(1, 12),
+    batches=st.lists(
+        st.tuples(st.integers(1, 12), st.sampled_from(["tick", "read", "nothing"])), min_size=1, max_size=8
+    ),
+)
+@settings(max_examples=6)
+def test_a_small_store_keeps_what_was_just_written(slots: int, batches: list[tuple[int, str]]) -> None:
+    """A batch of up to half of the slots is there as a whole, of a larger one as much as that."""
+    disk = Path(tempfile.mkdtemp(prefix="tutti-", dir="/var/tmp"))
+    size = (MIB // slots // 4096 * 4096,)
+    store = open_store(disk, max_size=MIB)
+    try:
+        ns = store.attach(namespace(tensors=size))
+        first = 0
+        for count, then in batches:
+            count = min(count, slots)
+            pages, first = range(first, first + count), first + count
+            store_pages(store, ns, *pages, tensors=size)
+            if then == "tick":
+                store._upkeep._evictor.trim()
+            assert sum(lookup(store, ns, *pages)) >= min(count, max(1, slots // 2))
+            if then == "read":
+                store._parts.pins._claims.clear()  # as if it were long ago
+                assert sum(get(store, ns, *pages, tensors=size)) >= min(count, max(1, slots // 2))
+                store._parts.hits.flush()
+        close_good(store)
+    finally:
+        shutil.rmtree(disk)

@@ -33,3 +33,16 @@ def test_too_many_claims_give_the_oldest_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert np.flatnonzero(held.pinned(SLOTS)).tolist() == [3, 4, 5]
     held.pin(SLOTS)
     assert not held.pinned(SLOTS).any()
+
+
+def test_what_was_written_last_is_known_for_each_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "LATEST_MAX", 4)
+    held = Pins()
+    assert held.latest(1, 9).tolist() == []
+    held.wrote(1, SLOTS[:3])
+    held.wrote(2, SLOTS[7:])
+    held.wrote(1, SLOTS[3:5])
+    assert held.latest(1, 9).tolist() == [1, 2, 3, 4]
+    assert held.latest(1, 2).tolist() == [3, 4]
+    assert held.latest(1, 0).tolist() == []
+    assert held.latest(2, 9).tolist() == [7, 8, 9]

@@ -84,8 +84,9 @@ class Sweep:
 
 def surplus(usage: Usage, low: float, high: float) -> int:
     """Objects to evict so that a put need not: none up to the `high` watermark, beyond it as many as lead to `low`.
-    Leased slots are free: somebody is about to put."""
-    return usage.used - math.floor(low * usage.slots) if usage.used > high * usage.slots else 0
+    Leased slots are free: somebody is about to put. In few slots the high watermark is all of them: a free one would
+    cost more than it saves."""
+    return usage.used - math.floor(low * usage.slots) if usage.used > math.ceil(high * usage.slots) else 0
 
 
 class Share(NamedTuple):

@@ -1,4 +1,5 @@
-"""What lookups of this process have just claimed: its own evictions spare it until the get had time to come.
+"""What this process's own evictions spare: what its lookups have just claimed, until the get had time to come, and what
+it wrote last.
 
 A claim is a promise that SGLang plans a request by. Nothing holds other processes back: what they evict in between is
 an honest miss, told page by page. Nor is a slot kept from its next owner: that is what reading epochs are for.
@@ -16,6 +17,8 @@ from tutti_sglang.store.slots import Slots
 
 PIN_SECONDS = 5.0
 """How long a claim is kept."""
+LATEST_MAX = 1 << 10
+"""Slots written last that are remembered, of each namespace."""
 PINS_MAX = 1 << 17
 """Slots that are remembered at most: the oldest claims are given up."""
 
@@ -28,6 +31,19 @@ class Pins:
         self._lock = threading.Lock()
         self._claims: deque[tuple[float, Slots]] = deque()
         self._count = 0
+        self._written: dict[int, Slots] = {}
+
+    def wrote(self, namespace: int, slots: Slots) -> None:
+        """They hold new objects."""
+        with self._lock:
+            before = self._written.get(namespace, slots[:0])
+            self._written[namespace] = np.concatenate([before, slots])[-LATEST_MAX:]
+
+    def latest(self, namespace: int, most: int) -> Slots:
+        """The slots written last, `most` at most."""
+        with self._lock:
+            written = self._written.get(namespace, np.empty(0, dtype=np.int64))
+            return written[max(0, len(written) - most) :]
 
     def pin(self, slots: Slots) -> None:
         """Spare these for PIN_SECONDS from now."""

@@ -39,6 +39,7 @@ class Publisher:
             with self.commit:
                 wanted = cargo.wanted()
                 mine[wanted] = self._commit(space, cargo.some(np.flatnonzero(wanted)), slots[wanted])
+            self._parts.pins.wrote(space.id, slots[mine])
         finally:
             self._room.give_back(slots[~mine])
         return mine | self._elsewhere(space, cargo, wanted & ~mine)

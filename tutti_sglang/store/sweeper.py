@@ -11,7 +11,7 @@ from tutti_sglang.store.clock import Clock
 from tutti_sglang.store.eviction import HITS_MAX, Hits, Sweep, aged, window_size
 from tutti_sglang.store.index import Index, Occupants
 from tutti_sglang.store.pins import Pins
-from tutti_sglang.store.slots import slot_ids
+from tutti_sglang.store.slots import Slots, slot_ids
 
 _PIECE = 4096
 """Slots that are read from the index at once."""
@@ -60,25 +60,28 @@ class Sweeper:
 
     def make_room(self, namespace: int, count: int, segments: Iterable[SegmentRow], spare: bool = False) -> int:
         """Evict `count` objects of a namespace from those of `segments` that are its own; how many went: fewer where
-        there are not so many. What is pinned goes only when all the rest is hot, and with `spare` not even then. Their
-        slots settle before they can be leased. StoreError."""
+        there are not so many. What is pinned goes only when all the rest is hot, then what was written last,
+        up to half of the slots, and with `spare` neither. Their slots settle before they can be leased. StoreError."""
         mine = sorted((row for row in segments if row.namespace == namespace), key=lambda row: row.id)
         total = sum(row.slots for row in mine)
+        latest = self._pins.latest(namespace, total // 2)
         self._clock.flush()
         gone = seen = 0
-        while gone < count and mine and seen <= (1 if spare else 2) * _TURNS * total:
+        while gone < count and mine and seen <= (1 if spare else 3) * _TURNS * total:
             window = self._windows.get(namespace)
             if window is None or not len(window.sweep):
                 step = window_size(total)
                 seen += step
                 window = self._windows[namespace] = self._enter(namespace, mine, step, total)
-            evicted = self._evict(namespace, window, count - gone, seen <= _TURNS * total)
+            spared = latest if seen <= 2 * _TURNS * total else latest[:0]
+            evicted = self._evict(window, namespace, count - gone, spared, seen <= _TURNS * total)
             gone += evicted
             seen = 0 if evicted else seen
         return gone
 
-    def _evict(self, namespace: int, window: _Window, count: int, sparing: bool) -> int:
+    def _evict(self, window: _Window, namespace: int, count: int, spared: Slots, sparing: bool) -> int:
         hits = self._hits(window.stretches)[window.places]
+        hits[np.isin(window.sweep.slots, spared)] = HITS_MAX
         if sparing:
             hits[self._pins.pinned(window.sweep.slots)] = HITS_MAX
         chosen = window.sweep.take(count, hits)
