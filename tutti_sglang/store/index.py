@@ -183,12 +183,13 @@ class Index(Mirror):
         epoch, clearing, *news, bodies = connection.execute(_LOOKUP_SLOTS, values).fetchone()
         records = np.empty(len(wanted), dtype=RECORD_DTYPE)
         records[order] = _records(slots[order], bodies)
-        if ((records["generation"] == 0) & (slots != NO_SLOT)).any():
-            return None
         if news[0] != last:
             now = table.find(wanted, news_of(last, *news))
             if now is None or (now != slots).any():
                 return None
+        if ((records["generation"] == 0) & (slots != NO_SLOT)).any():  # damage that no change tells of
+            self.table = None
+            return None
         return _Moment(epoch, clearing), records
 
     def publish(self, owner: str, namespace: int, keys: bytes, records: Records) -> npt.NDArray[np.bool_]:
