@@ -4,6 +4,7 @@ detach."""
 import contextlib
 import ctypes
 import os
+import sqlite3
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tests.store.kit import MIB, eventually, get, lookup, namespace, open_store, put, store_pages, value
 from tutti_sglang.errors import StoreError
-from tutti_sglang.store import ObjectStore, drives, growth, objects, opening, segments, writer
+from tutti_sglang.store import ObjectStore, drives, growth, objects, opening, schema, segments, writer
 
 BACK = 60.0
 """Seconds after which a file system thaws whatever becomes of the test."""
@@ -210,16 +211,23 @@ def test_an_index_that_thaws_serves_again(disk: Path, mounted: Path) -> None:
     assert store.close()
 
 
-def test_an_index_whose_pages_do_not_come_is_misses_until_they_do(disk: Path) -> None:
+def test_an_index_whose_pages_do_not_come_is_misses_until_they_do(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comes, connect = threading.Event(), schema.connect
+
+    def gated(path: Path, timeout: float) -> sqlite3.Connection:
+        connection = connect(path, timeout)
+        if timeout == schema.READ_TIMEOUT:
+            connection.set_progress_handler(lambda: not comes.wait(30), 1)
+        return connection
+
+    monkeypatch.setattr(schema, "connect", gated)
+    comes.set()
     store = open_store(disk / "a")
     ns = store.attach(namespace())
     store_pages(store, ns, *range(20))
-    comes = threading.Event()
-    assert lookup(store, ns, 0) == [True]
-    for reader in store._parts.index._readers:
-        reader.set_progress_handler(lambda: not comes.wait(30), 1)
+    comes.clear()
     assert not any(get(store, ns, *range(20)))
-    assert not any(lookup(store, ns, *range(20))), "while it is owed an answer, nobody asks"
+    assert not any(lookup(store, ns, *range(20))), "while it owes an answer, nobody asks"
     assert value(store, "tutti_index_errors", op="timeout") >= 2
     comes.set()
     assert eventually(lambda: all(lookup(store, ns, *range(20))))

@@ -17,6 +17,8 @@ _PIECE = 4096
 """Slots that are read from the index at once."""
 _TURNS = HITS_MAX + 2
 """After so many turns of the hand there is a cold object, if there is any."""
+_PINNED_TURNS, _LATEST_TURNS = _TURNS + 2, _TURNS + 4
+"""After so many, one of those that were pinned; of those that were written last."""
 
 
 class Stretch(NamedTuple):
@@ -66,17 +68,19 @@ class Sweeper:
         total = sum(row.slots for row in mine)
         latest = self._pins.latest(namespace, total // 2)
         self._clock.flush()
-        gone = seen = 0
-        while gone < count and mine and seen <= (1 if spare else 3) * _TURNS * total:
+        gone = seen = reached = 0
+        while gone < count and mine and seen <= (_TURNS if spare else _LATEST_TURNS) * total:
             window = self._windows.get(namespace)
             if window is None or not len(window.sweep):
                 step = window_size(total)
                 seen += step
                 window = self._windows[namespace] = self._enter(namespace, mine, step, total)
-            spared = latest if seen <= 2 * _TURNS * total else latest[:0]
+            for turns in (_TURNS, _PINNED_TURNS):  # what was of no use until then is of none for the rest
+                reached = turns * total + 1 if seen > turns * total else reached
+            spared = latest if seen <= _PINNED_TURNS * total else latest[:0]
             evicted = self._evict(window, namespace, count - gone, spared, seen <= _TURNS * total)
             gone += evicted
-            seen = 0 if evicted else seen
+            seen = reached if evicted else seen
         return gone
 
     def _evict(self, window: _Window, namespace: int, count: int, spared: Slots, sparing: bool) -> int:
