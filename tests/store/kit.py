@@ -68,7 +68,7 @@ def open_store(*drives: Path, seam: Seam = SYSTEM, **changes: Any) -> ObjectStor
 
 def close_good(store: ObjectStore) -> None:
     """Close a store in which nothing may be wrong, and in which nothing of ours may have raised."""
-    assert store.drain(8)
+    assert store.drain(30)
     report = store.verify()
     assert report.good, report
     assert value(store, "tutti_call_errors") == 0

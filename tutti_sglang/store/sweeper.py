@@ -17,7 +17,7 @@ _PIECE = 4096
 """Slots that are read from the index at once."""
 _TURNS = HITS_MAX + 2
 """After so many turns of the hand there is a cold object, if there is any."""
-_PINNED_TURNS, _LATEST_TURNS = _TURNS + 2, _TURNS + 4
+_PINNED_TURNS, _LATEST_TURNS = _TURNS + 1, _TURNS + 2
 """After so many, one of those that were pinned; of those that were written last."""
 
 
