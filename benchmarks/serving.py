@@ -7,7 +7,8 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from benchmarks.client import Client, Sample, tokens
 from benchmarks.contenders import CONTENDERS, NAMES, environment, launch, refused
 from benchmarks.report import Figures, Row, quartiles, ratios
 from benchmarks.server import Server
+from tutti_sglang.cli.scrape import look
+from tutti_sglang.errors import TuttiError
 
 COLUMNS = (
     *("", "n", "TTFT p50 ms", "p99", "without / it", "ITL p50 ms", "p99", "prompt", "device", "host", "storage"),
@@ -106,7 +109,9 @@ async def _cycle(
         await client.flush()
         phases |= await workload.again(client, seed, "flushed")
         await client.flush()
+        moved = Counter(await asyncio.to_thread(tier_figures, client.url))
     if options.url and not options.restart:
+        _describe(run, tier, moved)
         run.note("not restarted: give --restart COMMAND, or --serve")
         return phases
     if options.restart:
@@ -115,7 +120,35 @@ async def _cycle(
     async with _serving(options, tier, folder) as client:
         phases["first restore"] += await _warm_up(client, f"{seed}/{tier}/second")
         phases |= await workload.again(client, seed, "restarted")
+        moved.update(await asyncio.to_thread(tier_figures, client.url))
+    _describe(run, tier, moved)
     return phases
+
+
+def tier_figures(url: str) -> dict[str, float]:
+    """What the tier of a server says it did so far, in bytes and seconds; empty where there is no tier."""
+    try:
+        found = look(url)
+    except TuttiError:
+        return {}
+    return {
+        "read": found.total("tutti_bytes", op="read"),
+        "written": found.total("tutti_bytes", op="write"),
+        "drive": found.total("tutti_wait_seconds_sum", phase="drive"),
+        "bubble": found.total("tutti_load_wait_seconds"),
+        "prefill": found.total("tutti_step_seconds", mode="prefill"),
+    }
+
+
+def _describe(run: report.Report, tier: str, moved: Mapping[str, float]) -> None:
+    """The tier's own account of a contender's latest round: GB/s of its reads, and how long forward passes waited."""
+    if moved:
+        rate = moved["read"] / moved["drive"] / 1e9 if moved["drive"] else 0.0
+        bubble = moved["bubble"] / moved["prefill"] if moved["prefill"] else 0.0
+        run.contenders[tier] = (
+            f"read {moved['read'] / 1e9:.2f} GB at {rate:.2f} GB/s, wrote {moved['written'] / 1e9:.2f} GB, "
+            f"forward passes waited {moved['bubble']:.2f} s for layers ({bubble:.1%} of prefills)"
+        )
 
 
 async def _warm_up(client: Client, seed: str) -> list[Sample]:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.pools import Shape, device_pool, host_pool
 from tutti_sglang.memory import view
@@ -44,9 +45,9 @@ class Case(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A prompt: its tokens, the keys of its pages, and how many of them were asked for so far."""
+    """A prompt: its tokens, as small as they can be kept, and the keys of its pages."""
 
-    tokens: list[int]
+    tokens: "npt.NDArray[np.int32]"
     keys: list[str]
 
 
@@ -194,7 +195,9 @@ class Soaker:
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
         tokens = [self._random.randrange(1 << 20) for _ in range(LONGEST * SHAPE.page_size)]
-        self._prompts.append(Prompt(tokens, get_storage_hash_str(tokens, None, page_size=SHAPE.page_size)))
+        self._prompts.append(
+            Prompt(np.array(tokens, np.int32), get_storage_hash_str(tokens, None, page_size=SHAPE.page_size))
+        )
         self._lengths.append(0)
         return count
 
@@ -203,7 +206,7 @@ class Soaker:
         from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
         controller, size = self._controller, SHAPE.page_size
-        operation = controller.prefetch(CacheRequestHandle("soak", 0), prompt.tokens[: pages * size])
+        operation = controller.prefetch(CacheRequestHandle("soak", 0), prompt.tokens[: pages * size].tolist())
         found = controller.prefetch_hit_queue.get(timeout=PATIENCE)
         count = found.storage_hit_count // size
         if not count:
@@ -221,7 +224,7 @@ class Soaker:
         if first >= last:
             return
         size = SHAPE.page_size
-        tokens = prompt.tokens[first * size : last * size]
+        tokens = prompt.tokens[first * size : last * size].tolist()
         self._controller.write_storage(self._slots(first, last), tokens, hash_value=prompt.keys[first:last])
         self._controller.ack_backup_queue.get(timeout=PATIENCE)
 

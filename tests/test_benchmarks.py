@@ -307,6 +307,16 @@ def test_rates_and_costs_are_those_of_the_wall_clock() -> None:
     assert line["speedup"] is None
 
 
+def test_a_contender_without_the_tier_has_no_account_of_it(tmp_path: Path) -> None:
+    run = Report("chat", report.machine(tmp_path), {})
+    assert serving.tier_figures("http://127.0.0.1:1") == {}
+    serving._describe(run, "file", {})
+    serving._describe(run, "with", {"read": 4e9, "written": 1e9, "drive": 2.0, "bubble": 0.5, "prefill": 10.0})
+    assert run.contenders == {
+        "with": "read 4.00 GB at 2.00 GB/s, wrote 1.00 GB, forward passes waited 0.50 s for layers (5.0% of prefills)"
+    }
+
+
 def test_every_contender_is_started_by_flags_and_variables(tmp_path: Path) -> None:
     for name in contenders.CONTENDERS:
         found = contenders.launch(name, tmp_path / name)
@@ -386,4 +396,5 @@ def test_caches_are_compared_in_one_report(tmp_path: Path) -> None:
         assert hits[f"{name}: flushed"] >= 256
         assert hits[f"{name}: restarted"] >= 256
     assert all("nixl" in note for note in run.notes)
+    assert "GB/s" in run.contenders["with"]
     assert (tmp_path / "c.svg").exists()
