@@ -8,8 +8,10 @@ head, token, layer).
 # ruff: noqa: PLR0913  the signatures are SGLang's
 
 import ctypes
+import functools
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +24,15 @@ def install() -> None:
     """Make host pools work on the CPU: unpinned memory, these copies, a stream that can be waited for. Idempotent.
 
     Only what SGLang and torch leave undefined without a GPU is set. Two values are replaced: the wish for pinned
-    memory, and the 10 GiB that SGLang keeps free on a GPU host, which a small machine does not have.
+    memory, wherever SGLang asks torch for it, and the 10 GiB that SGLang keeps free on a GPU host, which a small
+    machine does not have.
     """
     from sglang.srt.mem_cache.pool_host import base
 
     # Every pool stores its constructor's `pin_memory=True` here; pinning calls the CUDA runtime.
     base.HostKVCache.pin_memory = property(lambda self: False, lambda self, value: None)
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = min(base.HICACHE_HOST_MEMORY_RESERVE_BYTES, _memory() // 8)
+    _leave_unpinned()
     if not hasattr(torch.cpu.Stream, "synchronize"):
         torch.cpu.Stream.synchronize = lambda self: None
     for name in _POOL_MODULES:
@@ -36,6 +40,24 @@ def install() -> None:
         for operation in OPERATIONS:
             if not hasattr(module, operation.__name__):
                 setattr(module, operation.__name__, operation)
+
+
+def _leave_unpinned() -> None:
+    # A decode step of a recurrent model asks for it (managers/schedule_batch.py:3830), and a layer with LoRA
+    # (lora/layers.py:475); a CUDA build of torch then looks for a driver.
+    torch.Tensor.pin_memory = lambda self, *_: self
+    for name in ("arange", "empty", "tensor", "zeros"):
+        make = getattr(torch, name)
+        if not hasattr(make, "__wrapped__"):
+            setattr(torch, name, _unpinned(make))
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs)
+
+    return unpinned
 
 
 def _memory() -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.integration.server import Launch, hicache
+from tests.integration.server import ADMIN, Launch, hicache
 from tests.integration.stores import extra
 from tutti_sglang.integration.cpu_model import Shape, built_in_model
 
@@ -43,15 +43,18 @@ class Case(NamedTuple):
     write: str = "write_through"
     prefetch: str = "timeout"
 
-    def launch(self, store: Path) -> Launch:
-        """The server, its store in the folder `store`."""
+    def launch(self, store: Path | None = None) -> Launch:
+        """The server, its store in the folder `store`; without one a server to which an administrator attaches it."""
         io_backend = "direct" if self.layout in ("page_first_direct", "layer_first") else "kernel"
         flags = ("--page-size", str(self.page_size), "--max-total-tokens", str(TOKENS))
         flags += ("--hicache-mem-layout", self.layout, "--hicache-io-backend", io_backend)
         flags += ("--hicache-write-policy", self.write, "--hicache-storage-prefetch-policy", self.prefetch)
         flags += (*self.flags, *(("--max-mamba-cache-size", "64") if SHAPES[self.model].state else ()))
+        storage = ("--enable-hierarchical-cache", *ADMIN)
+        if store:
+            storage = hicache("tutti", extra=extra(store, prefetch_timeout_base=100))
         return Launch(
-            flags=hicache("tutti", *flags, extra=extra(store, prefetch_timeout_base=100)),
+            flags=(*storage, *flags),
             model=built_in_model(shape=SHAPES[self.model]),
             environ=ENVIRON,
             ranks=self.tp,
@@ -91,6 +94,36 @@ CASES = (
     Case("best-effort", LLAMA, "page_head", 16, 1, (), "write_through_selective", "best_effort"),
     Case("ngram", LLAMA, flags=("--speculative-algorithm", "NGRAM", *NO_OVERLAP), prefetch="wait_complete"),
 )
+
+
+HERE = "tests/integration"
+REFUSED = f"{HERE}/test_codecs.py::test_what_is_not_served_is_refused_by_name_with_what_to_do"
+FEATURES = (
+    ("attach, detach, status and clear over HTTP while requests run", "works", f"{HERE}/test_control.py"),
+    (
+        "weights from disk, tensors, another process group, or IPC, while serving",
+        "works",
+        f"{HERE}/test_control_weights.py",
+    ),
+    ("the same on two ranks: shards and replicas", "works", f"{HERE}/test_updating.py"),
+    ("LoRA adapters, `cache_salt`, `extra_key`, by SGLang's keys", "works", "tests/regressions/test_key.py"),
+    ("a server with LoRA adapters", f"untested: `-m matrix {HERE}/test_adapters.py`", ""),
+    ("SGLang's fault and delay injector", "works", f"{HERE}/test_injected_faults.py"),
+    ("a prefill and a decode server on one store", f"untested: `-m matrix {HERE}/test_disaggregation.py`", ""),
+    ("decode offload on two ranks, through SGLang's manager and controller", "works", f"{HERE}/test_decode_offload.py"),
+    ("the direct path, TP 1 and 2, normal and overlap", "works", f"{HERE}/test_direct_end_to_end.py"),
+    ("`sglang.Engine`, pages of one token", "works", f"{HERE}/test_end_to_end.py"),
+    ("`--hicache-storage-backend dynamic`, buffer_only", "works", f"{HERE}/test_end_to_end.py"),
+    ("TP, PP, attention CP, attention DP, through SGLang's tree and controller", "works", f"{HERE}/test_ranks.py"),
+    ("drafts (EAGLE, MTP) beside a model, through SGLang's pools", "works", "tests/regressions/test_pool.py"),
+    ("a server with EAGLE or another draft model", "untested: SGLang verifies drafts in kernels for GPUs", ""),
+    ("heads stored at one TP size and read at another (`tp_lcm_size`)", "works", f"{HERE}/test_hicache.py"),
+    ("sparse attention, DeepSeek-V4, MXFP8, NVFP4, through SGLang's pools", "works", f"{HERE}/test_codecs.py"),
+    ("a server with one of these", "untested: their attention exists for GPUs only", ""),
+    ("decode context parallelism", "refused", f"{HERE}/test_codecs.py::test_context_parallel_decoding_is_refused"),
+    ("KV cache sharding, HiSparse, attaching to unified memory", "refused", REFUSED),
+)
+"""What is asked of a server beside its model and flags, what comes of it, and the test that shows it."""
 
 
 class Outcome(NamedTuple):
@@ -146,7 +179,8 @@ def tables(record: dict[str, Outcome]) -> str:
         "prefetch policy",
         "result",
     )
-    return _table(head, rows)
+    shown = [(what, how, f"`{test}`" if test else "-") for what, how, test in FEATURES]
+    return _table(head, rows) + "\n## Beside the model\n\n" + _table(("what", "here", "shown by"), shown)
 
 
 def _words(flags: Iterable[str]) -> list[str]:
@@ -171,30 +205,26 @@ def page(text: str) -> str:
     return before + START + "\n" + tables(recorded()) + "\n" + END + rest.split(END)[1]
 
 
-def run(names: list[str]) -> dict[str, Outcome]:
-    """Run the cases (all, or those named), each in the test that the page stands on."""
-    chosen = [case for case in CASES if not names or case.name in names]
+def run(case: Case) -> Outcome:
+    """What comes of a case in the test that the page stands on."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        tests = [f"{TEST}::test_what_was_computed_comes_back[{case.name}]" for case in chosen]
-        command = [sys.executable, "-m", "pytest", *tests, "-m", "matrix", f"--junitxml={report}"]
+        test = f"{TEST}::test_what_was_computed_comes_back[{case.name}]"
+        command = [sys.executable, "-m", "pytest", test, "-m", "matrix", f"--junitxml={report}"]
         subprocess.run(command, cwd=ROOT, check=False)
-        seen = {case.get("name", ""): case for case in ElementTree.parse(report).iter("testcase")}
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    outcomes = {}
-    for case in chosen:
-        test = seen[f"test_what_was_computed_comes_back[{case.name}]"]
-        failure = next((child for child in test if child.tag in ("failure", "error")), None)
-        why = "" if failure is None else failure.get("message", "").splitlines()[0][:200]
-        outcomes[case.name] = Outcome(today, failure is None, _plain(case), why)
-    return outcomes
+        seen = next(ElementTree.parse(report).iter("testcase"))
+    failure = next((child for child in seen if child.tag in ("failure", "error")), None)
+    why = "" if failure is None else failure.get("message", "").splitlines()[0][:200]
+    return Outcome(datetime.datetime.now(datetime.UTC).date().isoformat(), failure is None, _plain(case), why)
 
 
 def main() -> None:
-    """Run, record, publish."""
-    outcomes = {name: list(outcome) for name, outcome in {**recorded(), **run(sys.argv[1:])}.items()}
-    RECORD.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
-    PAGE.write_text(page(PAGE.read_text()))
+    """Run all cases, or those named; record and publish after each, so that a run that is stopped keeps what it saw."""
+    for case in CASES:
+        if not sys.argv[1:] or case.name in sys.argv[1:]:
+            outcomes = {name: list(outcome) for name, outcome in {**recorded(), case.name: run(case)}.items()}
+            RECORD.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
+            PAGE.write_text(page(PAGE.read_text()))
 
 
 if __name__ == "__main__":

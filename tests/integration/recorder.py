@@ -41,15 +41,6 @@ def _note(call: str) -> Callable[..., None]:
     return note
 
 
-def install(site: Path) -> None:
-    """Make `site`, to be put on a server's PYTHONPATH, a distribution that offers this plugin."""
-    info = site / "tutti_test_recorder-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tutti-test-recorder\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nrecorder = tutti_test_recorder:register\n")
-    (site / "tutti_test_recorder.py").write_text(Path(__file__).read_text())
-
-
 def recorded(file: Path, call: str) -> dict[str, set[str]]:
     """For each key the digests of its pages, one for each rank that holds another shard."""
     pages: dict[str, set[str]] = defaultdict(set)

@@ -133,3 +133,10 @@ def test_host_memory_is_never_pinned() -> None:
     host.pin_memory = True
     assert not host.pin_memory
     assert len(host.get_dummy_flat_data_page()) * 2 == host.get_size_per_token() * host.page_size
+
+
+def test_what_is_to_be_pinned_is_made_and_stays_as_it_is() -> None:
+    cpu_transfer.install()  # again
+    mask = torch.tensor([True, False], pin_memory=True)
+    assert mask.pin_memory() is mask
+    assert torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=True).dtype == torch.int64

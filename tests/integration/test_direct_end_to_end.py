@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.server import Launch, Reply, Servers, hicache
-from tests.integration.test_end_to_end import PROMPT, extra
+from tests.integration.server import Launch, Servers, hicache
+from tests.integration.stores import extra, from_storage
+from tests.integration.test_end_to_end import PROMPT
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
 
@@ -33,13 +34,6 @@ def direct(store: Path, *flags: str, ranks: int = 1) -> Launch:
     return Launch(flags=hicache("tutti", "--enable-metrics", *CHUNK, *flags, extra=settings), ranks=ranks)
 
 
-def _restored(again: Reply, first: Reply) -> None:
-    """`again` is the same answer, and its whole pages came from the storage."""
-    assert again.tokens == first.tokens
-    assert again.storage >= (first.prompt_tokens - 1) // 64 * 64 - 64
-    assert again.host == again.device == 0
-
-
 def _sum(metrics: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", metrics, re.M))
 
@@ -49,18 +43,18 @@ def test_both_paths_load_what_either_stored_with_chunks_batches_and_aborts(serve
     told = host.generate("Told by the host path. " + PROMPT)
     host.flush()
     server = servers.get(direct(store))  # the other one was killed
-    _restored(server.generate("Told by the host path. " + PROMPT), told)
+    from_storage(server.generate("Told by the host path. " + PROMPT), told)
     prompts = [PROMPT, LONG, "Once more: " + PROMPT]
     first = [server.generate(prompt) for prompt in prompts]
     assert all(reply.storage == 0 for reply in first)
     server.flush()
     for again, before in zip(server.generate_many(prompts), first, strict=True):  # loads of one batch
-        _restored(again, before)
+        from_storage(again, before)
     server.flush()
     _abort_while_waiting(server.url, prompts)
     server.flush()
     for prompt, before in zip(prompts, first, strict=True):
-        _restored(server.generate(prompt), before)
+        from_storage(server.generate(prompt), before)
     metrics = server.call("/metrics")
     assert _sum(metrics, "tutti_call_errors_total") == 0
     assert _sum(metrics, 'tutti_load_requests_total{outcome="failed"}') == 0
@@ -68,7 +62,7 @@ def test_both_paths_load_what_either_stored_with_chunks_batches_and_aborts(serve
     assert _sum(metrics, 'tutti_preload_bytes{kind="used"}') == 0
     host = servers.get(Launch(flags=hicache("tutti", "--enable-metrics", extra=extra(store))))
     for prompt, before in zip(prompts, first, strict=True):
-        _restored(host.generate(prompt), before)
+        from_storage(host.generate(prompt), before)
 
 
 def _abort_while_waiting(url: str, prompts: list[str]) -> None:
@@ -92,8 +86,8 @@ def test_two_ranks_without_overlap_load_their_own_halves(servers: Servers, store
     first = server.generate(LONG)
     assert first.storage == 0, "pages of one rank are other objects"
     server.flush()
-    _restored(server.generate(LONG), first)
+    from_storage(server.generate(LONG), first)
     server.flush()
     many = server.generate_many([LONG, "Twice. " + LONG])
-    _restored(many[0], first)
+    from_storage(many[0], first)
     servers.close()

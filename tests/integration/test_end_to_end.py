@@ -6,27 +6,24 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.recorder import VARIABLE, install, recorded
-from tests.integration.server import Launch, Reply, Server, Servers, hicache
-from tests.integration.stores import extra, objects, wait_for_objects
+from tests.integration import plugins, recorder
+from tests.integration.recorder import VARIABLE, recorded
+from tests.integration.server import ADMIN, Launch, Servers, hicache
+from tests.integration.stores import extra, from_storage, objects, wait_for_objects
 from tutti_sglang.integration.cpu_model import Shape, built_in_model, write_model
 from tutti_sglang.integration.cpu_server import cpu_environment, cpu_flags, write_site
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
 
 NAME = "one-name"
-KEY = "secret"
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 PROMPT = TEXT * 8
-ADMIN = ("--admin-api-key", KEY)
 SERVE = ("-c", "from sglang.cli.main import main; main()", "serve")
 """What the `sglang serve` script runs, wherever pip has put it."""
 
@@ -41,7 +38,7 @@ class World:
         write_model(self.model)
         self.record = folder / "record.jsonl"
         self.record.touch()
-        install(folder / "recorder")
+        plugins.install(folder / "recorder", recorder)
         self.environ = (("PYTHONPATH", str(folder / "recorder")), (VARIABLE, str(self.record)))
 
     def launch(self, *flags: str, **changed: Any) -> Launch:
@@ -77,21 +74,13 @@ def world(drive: Path) -> Iterator[World]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _from_storage(again: Reply, first: Reply, *, page_size: int = 64) -> None:
-    """`again` is the same answer, and its whole pages came from the storage."""
-    assert again.tokens == first.tokens
-    assert again.storage >= (first.prompt_tokens - 1) // page_size * page_size - page_size
-    assert again.storage > 0
-    assert again.host == again.device == 0
-
-
 def test_what_was_computed_survives_flush_kill_and_restart_byte_for_byte(servers: Servers, world: World) -> None:
     server = servers.get(world.launch("--enable-metrics"))
     first = server.generate(PROMPT)
     assert first.storage == 0
     server.flush()
     world.drop_page_cache()
-    _from_storage(server.generate(PROMPT), first)
+    from_storage(server.generate(PROMPT), first)
     before = world.objects()
     second = server.generate("Once more: " + PROMPT)
     world.wait_for_objects(before + second.prompt_tokens // 64)
@@ -99,8 +88,8 @@ def test_what_was_computed_survives_flush_kill_and_restart_byte_for_byte(servers
     world.drop_page_cache()
     server.start()
     again = server.generate_many([PROMPT, "Once more: " + PROMPT])
-    _from_storage(again[0], first)
-    _from_storage(again[1], second)
+    from_storage(again[0], first)
+    from_storage(again[1], second)
     written, read = recorded(world.record, "batch_set_v1"), recorded(world.record, "batch_get_v1")
     assert len(read) >= 20
     assert all(read[key] == written[key] for key in read)
@@ -131,14 +120,14 @@ def test_pages_that_a_disk_spoiled_are_computed_again(servers: Servers, world: W
     assert float(spoiled[1]) > 0
     world.wait_for_objects(first.prompt_tokens // 64)
     server.flush()
-    _from_storage(server.generate(PROMPT), first)
+    from_storage(server.generate(PROMPT), first)
 
 
 def test_other_weights_saved_over_the_same_path_find_nothing(servers: Servers, world: World) -> None:
     server = servers.get(world.launch("--enable-metrics"))
     first = server.generate(PROMPT)
     server.flush()
-    _from_storage(server.generate(PROMPT), first)
+    from_storage(server.generate(PROMPT), first)
     server.stop()
     assert not list((world.store / "owners").iterdir()), "SIGTERM closes the store before host memory goes"
     write_model(world.model, seed=1)
@@ -148,7 +137,7 @@ def test_other_weights_saved_over_the_same_path_find_nothing(servers: Servers, w
         assert other.storage == 0
         assert other.tokens != first.tokens
         server.flush()
-        _from_storage(server.generate(PROMPT), other)
+        from_storage(server.generate(PROMPT), other)
     finally:
         write_model(world.model, seed=0)
         servers.close()
@@ -177,23 +166,6 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built_in_model(tmp_path_factory.mktemp("models"), seed=3, shape=Shape(intermediate=512))
 
 
-def _admin(server: Server, method: str, path: str, body: Any = None) -> tuple[int, str]:
-    """(status, text) of a request with the administrator's key."""
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data, headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=240) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def _flush(server: Server) -> None:
-    status, text = _admin(server, "POST", "/flush_cache?timeout=60")
-    assert status == 200, text
-
-
 def test_another_model_under_the_same_name_finds_nothing_by_the_dynamic_route_without_a_host_cache(
     servers: Servers, world: World, other_model: Path
 ) -> None:
@@ -201,8 +173,8 @@ def test_another_model_under_the_same_name_finds_nothing_by_the_dynamic_route_wi
     server = servers.get(_dynamic(world, other_model))
     first = server.generate(PROMPT)
     assert first.storage == 0
-    _flush(server)
-    _from_storage(server.generate(PROMPT), first)
+    server.flush()
+    from_storage(server.generate(PROMPT), first)
     again = server.generate(PROMPT)
     assert (again.host, again.tokens) == (0, first.tokens), "host memory is a buffer only"
 
@@ -211,29 +183,24 @@ def test_new_weights_while_serving_find_nothing(servers: Servers, world: World, 
     server = servers.get(_dynamic(world, other_model))
     before = server.generate(PROMPT)
     newer = built_in_model(other_model.parent, seed=4, shape=Shape(intermediate=512))
-    status, text = _admin(server, "POST", "/update_weights_from_disk", {"model_path": str(newer)})
+    status, text = server.ask("POST", "/update_weights_from_disk", {"model_path": str(newer)})
     assert status == 200, text
     after = server.generate(PROMPT)
     assert after.storage == 0
     assert after.tokens != before.tokens
-    _flush(server)
-    _from_storage(server.generate(PROMPT), after)
-    assert _admin(server, "DELETE", "/hicache/storage-backend")[0] == 200
-    assert _admin(server, "PUT", "/hicache/storage-backend", _attach(extra(world.store)))[0] == 200
-    _flush(server)
-    _from_storage(server.generate(PROMPT), after)  # known by the files that were read, not by those of the launch
-
-
-def _attach(settings: dict[str, Any]) -> dict[str, str]:
-    """The body of SGLang's request to attach a storage backend."""
-    return {"hicache_storage_backend": "tutti", "hicache_storage_backend_extra_config_json": json.dumps(settings)}
+    server.flush()
+    from_storage(server.generate(PROMPT), after)
+    assert server.detach()[0] == 200
+    assert server.attach(extra(world.store))[0] == 200
+    server.flush()
+    from_storage(server.generate(PROMPT), after)  # known by the files that were read, not by those of the launch
 
 
 def test_detach_and_attach_while_serving_with_the_messages_of_a_bad_store(
     servers: Servers, world: World, other_model: Path, drive: Path
 ) -> None:
     server = servers.get(_dynamic(world, other_model))
-    assert _admin(server, "DELETE", "/hicache/storage-backend") == (
+    assert server.detach() == (
         200,
         "HiCache storage backend detached.\nDetached HiCache storage backend successfully.\n",
     )
@@ -246,17 +213,17 @@ def test_detach_and_attach_while_serving_with_the_messages_of_a_bad_store(
         (extra(drive / "file"), "file"),
         (extra(drive / "small", min_free_space="900TiB"), "min_free_space"),
     ):
-        status, text = _admin(server, "PUT", "/hicache/storage-backend", _attach(settings))
+        status, text = server.attach(settings)
         assert status == 400
         assert message in text
     settings = extra(world.store)
-    assert _admin(server, "PUT", "/hicache/storage-backend", _attach(settings))[0] == 200
-    _flush(server)
+    assert server.attach(settings)[0] == 200
+    server.flush()
     first = server.generate("Attached again. " + PROMPT)
-    _flush(server)
-    _from_storage(server.generate("Attached again. " + PROMPT), first)
-    assert _admin(server, "POST", "/hicache/storage-backend/clear")[0] == 200
-    _flush(server)
+    server.flush()
+    from_storage(server.generate("Attached again. " + PROMPT), first)
+    assert server.ask("POST", "/hicache/storage-backend/clear")[0] == 200
+    server.flush()
     assert server.generate("Attached again. " + PROMPT).storage == 0
 
 
@@ -266,7 +233,7 @@ def test_two_tensor_parallel_ranks_each_get_their_own_half(servers: Servers, wor
     first = server.generate(PROMPT)
     assert first.storage == 0, "pages of one rank are other objects"
     server.flush()
-    _from_storage(server.generate(PROMPT), first)
+    from_storage(server.generate(PROMPT), first)
     written, read = recorded(world.record, "batch_set_v1"), recorded(world.record, "batch_get_v1")
     assert len(read) >= 10
     assert all(read[key] == written[key] and len(read[key]) == 2 for key in read)

@@ -1,0 +1,67 @@
+"""SGLang's own fault and delay injector around the tier of a real server: no wrong token, no hang, no restart."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.integration.administrator import attach, prompt, when_idle
+from tests.integration.server import ADMIN, Launch, Reply, Server, Servers, hicache
+from tests.integration.stores import extra
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
+
+REQUESTS, PROMPTS, USERS = 200, 16, 4
+INJECTED = (
+    ("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.2"),  # seconds at most, before each call
+    ("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.2"),  # of the calls
+)
+
+
+@pytest.fixture(scope="module")
+def store(drive: Path) -> Path:
+    return drive / "injected" / "store"
+
+
+@pytest.fixture
+def server(servers: Servers, store: Path) -> Server:
+    flags = ("--enable-metrics", "--hicache-storage-prefetch-policy", "wait_complete", *ADMIN)
+    return servers.get(Launch(flags=hicache("tutti", *flags, extra=extra(store)), environ=INJECTED))
+
+
+def test_two_hundred_requests_get_the_right_tokens_and_an_end(server: Server) -> None:
+    known = [server.generate(prompt(each, 260), 8) for each in range(PROMPTS)]
+    replies: list[tuple[int, Reply]] = []
+
+    def use(user: int) -> None:
+        for request in range(user, REQUESTS, USERS):
+            each = request * 5 % PROMPTS
+            replies.append((each, server.generate(prompt(each, 260), 8)))
+            if request % 20 == 0:
+                server.ask("POST", "/flush_cache")
+
+    threads = [threading.Thread(target=use, args=(user,)) for user in range(USERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(replies) == REQUESTS
+    assert all(reply.tokens == known[each].tokens for each, reply in replies)
+    assert any(reply.storage for _, reply in replies)
+    assert "HiCache storage test injector enabled" in server.log_text()
+    server.flush()
+
+
+def test_a_backend_that_is_detached_while_it_writes_and_reads_loses_nothing_wrongly(
+    server: Server, store: Path
+) -> None:
+    for number in range(100, 110):
+        first = server.generate(prompt(number, 520), 8)  # its pages are on their way to the store
+        status, text = server.detach()
+        assert status == 200 or "not idle" in text
+        when_idle(server.detach)
+        attach(server, store)
+        server.flush()
+        again = server.generate(prompt(number, 520), 8)
+        assert again.tokens == first.tokens
+    assert not [line for line in server.log_text().splitlines() if "Traceback" in line]
