@@ -109,7 +109,8 @@ class Soak:
         found = self._main.call("check", held)
         gone = found["held"] - found["came"]
         excused = found["torn"] + self._evicted() - evicted
-        self._totals.update(restarts=1, held=found["held"], gone=gone, wrong_after_restart=found["wrong"])
+        self._totals.update(restarts=1, held=found["held"], gone=gone, late=found["late"])
+        self._totals.update(wrong_after_restart=found["wrong"])
         self._totals["lost"] += max(0, gone - excused)
         self._main.call("close")
         self._open("main", self._main)
@@ -151,7 +152,7 @@ class Soak:
 
     def _summary(self, verified: dict[str, int]) -> report.Row:
         totals = {key: self._totals[key] for key in (*SUMS, "call_errors", "restarts", "kills", "lives_with_faults")}
-        totals |= {key: self._totals[key] for key in ("held", "gone", "lost", "wrong_after_restart")}
+        totals |= {key: self._totals[key] for key in ("held", "late", "gone", "lost", "wrong_after_restart")}
         minutes = (time.monotonic() - self._began) / 60
         warm = min(WARM_UP, 0.4 * minutes)
         slope = growth(self._run.rows, warm) if minutes - warm >= LEAST_SLOPE_MINUTES else None
@@ -224,8 +225,8 @@ def figures(summary: report.Row) -> report.Figures:
             f"{summary['io_errors']:.0f}, {summary['torn']:.0f}, {summary['resumed']:.0f}",
         ],
         [
-            "pages held before a restart, gone after it, lost",
-            f"{summary['held']}, {summary['gone']}, {summary['lost']}",
+            "pages held before a restart; of them late, spoiled by a torn write, lost",
+            f"{summary['held']}; {summary['late']}, {summary['gone'] - summary['lost']:.0f}, {summary['lost']:.0f}",
         ],
         ["pages with other bytes", f"{summary['wrong'] + summary['wrong_after_restart']}"],
         ["growth of resident memory, MiB a minute", "too short to tell" if slope is None else f"{slope:.3f}"],
