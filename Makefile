@@ -1,6 +1,6 @@
 # Two commands do all set-up on a fresh machine: `make serve` and `make test`.
 # The heavy environment (SGLang, torch: 11 GB) lives outside the checkout, one per hash of the pinned requirements, and is shared by all
-# checkouts; `.venv` here is a thin layer on it that holds only this checkout.
+# checkouts; `.venv` here is a thin layer on it that holds only this checkout. (PREFIXES: where cuda.pathfinder looks for libnvrtc.)
 
 PYTHON  ?= python3
 CACHE   ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti-sglang
@@ -41,7 +41,7 @@ env: .venv/ready  ## only make the environment
 
 .venv/ready: $(ENV)/complete $(SOURCES) $(wildcard requirements/*.txt)
 	$(PYTHON) -m venv --clear --without-pip .venv
-	echo "import site; site.addsitedir('$$($(ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	echo "import site; site.PREFIXES.append('$(ENV)'); site.addsitedir('$$($(ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	  > $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/environment.pth
 	$(ENV)/bin/python -m pip --python $(BIN)/python install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@

@@ -14,7 +14,7 @@ setup(
         Extension(
             "tutti_sglang.kernels._host",
             sources=sorted(map(str, HOST.glob("*.cpp"))),
-            depends=sorted(map(str, HOST.glob("*.hpp"))),
+            depends=["kernels/faults.hpp", *sorted(map(str, HOST.glob("*.hpp")))],
             extra_compile_args=["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"],
             extra_link_args=["-pthread"],
             language="c++",
@@ -23,7 +23,7 @@ setup(
         Extension(
             "tutti_sglang.kernels._gio",
             sources=sorted(map(str, GIO.glob("*.cpp"))),
-            depends=sorted(map(str, [*GIO.glob("*.hpp"), *GIO.glob("*.cuh")])),
+            depends=["kernels/faults.hpp", *sorted(map(str, [*GIO.glob("*.hpp"), *GIO.glob("*.cuh")]))],
             extra_compile_args=["-std=c++20", "-O2", "-Wall", "-Wextra", *(["-isystem", str(CCCL)] if CCCL else [])],
             extra_link_args=["-pthread"],
             language="c++",

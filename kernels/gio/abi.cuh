@@ -12,8 +12,12 @@ constexpr u32 kQueueEntries = 1024;   // entries of the largest queue
 constexpr u32 kPage = 4096;           // the controller's memory page: CC.MPS = 0
 constexpr u32 kPrpWindow = 256;       // entries of a PRP list that are always usable, see MappedRegion
 
-constexpr u32 kContextBits = 11;      // IocbPiece = piece << kContextBits | IOCTX
-static_assert(1u << kContextBits == kIocbContexts);
+constexpr u32 kJoined = 128;          // IOCTX that one command moves at most: as many data blocks as Linux gives a command (NVME_MAX_SEGS)
+
+// A word of an IOCB's map: (IOCTX joined - 1) << kJoinShift | piece << kContextBits | IOCTX. What is joined has one piece each.
+constexpr u32 kContextBits = 11;
+constexpr u32 kJoinShift = 24;
+static_assert(1u << kContextBits == kIocbContexts && kIocbPieces <= 1u << (kJoinShift - kContextBits) && kJoined <= 1u << (32 - kJoinShift));
 
 enum Operation : u8 { kRead = 0, kWrite = 1, kFlush = 2 };
 
@@ -39,7 +43,7 @@ struct alignas(4096) Iocb {
     u32 pieces;    // sub-I/Os
     u32 cancel;    // non-zero: what has not started ends with -ECANCELED
     alignas(4096) u16 status[kIocbContexts];  // code of the first failed piece: NVMe status (15 bits) or a Local code
-    alignas(4096) u32 map[kIocbPieces];       // sub-I/O → (piece, IOCTX)
+    alignas(4096) u32 map[kIocbPieces];       // sub-I/O → (IOCTX joined, piece, IOCTX)
     alignas(4096) Ioctx contexts[kIocbContexts];
 };
 static_assert(sizeof(Iocb) == 106496);
@@ -77,7 +81,7 @@ struct Command {
     u32 word;  // Idle, Pending, Late, or Done | status
     u32 iocb;
     u32 context;
-    u32 reserved;
+    u32 joined;  // IOCTX that it moves, from `context` on
 };
 enum CommandWord : u32 { kIdle = 0, kPending = 1, kLate = 2, kDone = 0x80000000u };
 
@@ -116,7 +120,7 @@ struct Drive {
     u32 nsid;
     u32 mdts;         // bytes a command moves at most
     u8 block_shift;
-    u8 sgl;           // 1: the controller takes SGL data blocks
+    u8 sgl;           // 1: the controller takes SGLs
     u16 reserved;
 };
 static_assert(sizeof(Drive) == 40);
@@ -128,12 +132,14 @@ struct Context {
     u64 completions;  // Completion[depth]
     u64 regions;      // MappedRegion[region_count]
     u64 drives;       // Drive[drive_count]
+    u64 lists;        // SglDescriptor[depth][kIocbContexts], or 0: then only what is contiguous in memory is joined
+    u64 lists_bus;    // the same for controllers
     u32 depth;
     u32 region_count;
     u32 drive_count;
     u32 reserved;
 };
-static_assert(sizeof(Context) == 56);
+static_assert(sizeof(Context) == 72);
 
 // Codes of our own beside NVMe's 15-bit status.
 enum Local : u32 {

@@ -33,13 +33,51 @@ public:
 
 private:
     static constexpr size_t kMaxPieces = 1024;  // IOV_MAX
+    static constexpr u32 kMaxDescriptors = 65536;
+
+    static u32 type_of(const SglDescriptor& it) { return static_cast<u32>(it.word >> kSglTypeShift); }
+    static u64 length_of(const SglDescriptor& it) { return it.word & 0xffffffff; }
+    static bool is_segment(const SglDescriptor& it) { return type_of(it) == kSegment || type_of(it) == kLastSegment; }
 
     u32 add_sgl(const Sqe& sqe, u64 length) {
-        u32 type = static_cast<u32>(sqe.data[1] >> kSglTypeShift);
-        if (type == 2 || type == 3) return kInvalidSglSegment;  // chains of descriptors are not supported
-        if (sqe.data[1] >> 56) return kSglTypeInvalid;
-        if ((sqe.data[1] & 0xffffffff) != length) return kSglLengthInvalid;
-        return append(sqe.data[0], length) ? kSuccess : kDataTransferError;
+        SglDescriptor next{sqe.data[0], sqe.data[1]};
+        u64 rest = length;
+        if (!is_segment(next)) {
+            u32 status = add_block(next, rest);
+            return status || !rest ? status : kSglLengthInvalid;
+        }
+        for (bool last = false; !last;)
+            if (u32 status = add_segment(next, rest, last)) return status;
+        return rest ? kSglLengthInvalid : kSuccess;
+    }
+
+    // The descriptors of a segment; `next` becomes the segment that follows, unless this is the `last`.
+    u32 add_segment(SglDescriptor& next, u64& rest, bool& last) {
+        u64 size = length_of(next), list = next.address;
+        last = type_of(next) == kLastSegment;
+        if (next.word >> 56 & 15) return kSglTypeInvalid;
+        if (list & 7 || size == 0 || size % sizeof(SglDescriptor)) return kInvalidSglSegment;
+        for (u64 at = 0; at < size; at += sizeof(SglDescriptor)) {
+            if (++descriptors_ > kMaxDescriptors) return kInvalidSglCount;  // a chain need not end
+            const char* place = translate(list + at, sizeof(SglDescriptor));
+            if (!place) return kDataTransferError;
+            SglDescriptor it;
+            std::memcpy(&it, place, sizeof it);
+            bool points = !last && at + sizeof it == size;  // what ends a segment that is not the last, and only that, is a further one
+            if (points && !is_segment(it)) return kInvalidSglSegment;
+            if (!points && is_segment(it)) return kInvalidSglCount;
+            if (points) next = it;
+            else if (u32 status = add_block(it, rest)) return status;
+        }
+        return kSuccess;
+    }
+
+    u32 add_block(const SglDescriptor& it, u64& rest) {
+        if (it.word >> 56) return kSglTypeInvalid;
+        u64 length = length_of(it);
+        if (length > rest) return kSglLengthInvalid;
+        rest -= length;
+        return length == 0 || append(it.address, length) ? kSuccess : kDataTransferError;
     }
 
     u32 add_prp_list(u64 list, u64 rest) {
@@ -79,6 +117,7 @@ private:
     }
 
     const std::vector<MappedRegion>& regions_;
+    u32 descriptors_ = 0;
 };
 
 }  // namespace tutti::gio

@@ -54,7 +54,10 @@ bool Controller::detach(u64 segment, u64 timeout_ns) {
     return unused_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), unused);
 }
 
-void Controller::set_bad_blocks(const BadBlocks& blocks) { bad_blocks_ = blocks; }
+void Controller::set_bad_blocks(const FaultPlan& plan, u32 drive) {
+    bad_blocks_ = Faults(&plan);
+    drive_ = drive;
+}
 
 void Controller::set_faults(const ControllerFaults& faults) {
     std::lock_guard lock(mutex_);

@@ -1,19 +1,22 @@
 // An NVMe controller in software: serves the commands of queue pairs from segment files, and can be told to misbehave.
 //
 // It is written against the specification, not against the mover: it knows bus addresses, doorbells and commands, and refuses what a drive
-// refuses. Of SGLs it knows the data block alone.
+// refuses. Of SGLs it knows data blocks and segments of them.
 #pragma once
 
-#include <bitset>
+#include <sys/uio.h>
+
 #include <algorithm>
+#include <bitset>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <queue>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
-#include "bad_blocks.hpp"
+#include "../faults.hpp"
 #include "bell.hpp"
 #include "nvme.cuh"
 
@@ -59,7 +62,7 @@ public:
     void map(const MappedRegion& region);
     bool attach(u64 segment, int fd);  // false: the segment has a file
     bool detach(u64 segment, u64 timeout_ns);  // forgets the file; false: a command is still moving bytes of it
-    void set_bad_blocks(const BadBlocks& blocks);  // before start()
+    void set_bad_blocks(const FaultPlan& plan, u32 drive);  // before start()
     void set_faults(const ControllerFaults& faults);
     void start();
     bool stop(u64 timeout_ns);  // false: a thread is stuck in an I/O; the controller must then live for ever
@@ -105,6 +108,7 @@ private:
     u32 transfer(const Sqe& sqe, bool write);
     u32 flush();
     u32 move(const Segment& segment, std::vector<iovec> pieces, u64 place, bool write, int flags);
+    i64 call(const Segment& segment, const std::vector<iovec>& pieces, u64 place, bool write, int flags);
     std::shared_ptr<Segment> use_segment(u64 number);
     void leave_segment(Segment& segment);
 
@@ -116,7 +120,8 @@ private:
     std::unordered_map<u64, std::shared_ptr<Segment>> segments_;
     std::vector<std::shared_ptr<Segment>> leaving_;  // detached, perhaps still in use
     std::condition_variable unused_;
-    BadBlocks bad_blocks_;
+    Faults bad_blocks_;
+    u32 drive_ = 0;  // which it is for them
 
     std::mutex mutex_;  // guards the rest
     std::condition_variable work_;

@@ -1,6 +1,9 @@
 // What the controller does with a command: the checks of the specification, then the bytes.
 #include <errno.h>
+#include <fcntl.h>
 #include <unistd.h>
+
+#include <cstdlib>
 
 #include "bus_memory.hpp"
 #include "controller.hpp"
@@ -26,6 +29,28 @@ void skip(std::vector<iovec>& pieces, u64 size) {
     if (!size) return;
     pieces[0].iov_base = static_cast<char*>(pieces[0].iov_base) + size;
     pieces[0].iov_len -= size;
+}
+
+u64 bytes_of(const std::vector<iovec>& pieces) {
+    u64 size = 0;
+    for (const iovec& piece : pieces) size += piece.iov_len;
+    return size;
+}
+
+// Only the first `limit` bytes.
+void cut(std::vector<iovec>& pieces, u64 limit) {
+    size_t kept = 0;
+    for (; kept < pieces.size() && limit; ++kept) {
+        pieces[kept].iov_len = std::min<size_t>(pieces[kept].iov_len, limit);
+        limit -= pieces[kept].iov_len;
+    }
+    pieces.resize(kept);
+}
+
+// Whether a system call may be asked for this memory. A drive takes any dword, O_DIRECT only whole blocks.
+bool fits_direct_io(int fd, const std::vector<iovec>& pieces) {
+    auto whole = [](const iovec& piece) { return (reinterpret_cast<u64>(piece.iov_base) | piece.iov_len) % kPage == 0; };
+    return std::ranges::all_of(pieces, whole) || !(fcntl(fd, F_GETFL) & O_DIRECT);
 }
 
 constexpr u32 kForceUnitAccess = 1u << 30;
@@ -75,25 +100,48 @@ void Controller::leave_segment(Segment& segment) {
 // Moves all bytes, resuming short transfers. A file that ends early has no such block.
 u32 Controller::move(const Segment& segment, std::vector<iovec> pieces, u64 place, bool write, int flags) {
     while (!pieces.empty()) {
-        std::vector<iovec> call = pieces;
-        u64 size = 0;
-        for (const iovec& piece : call) size += piece.iov_len;
         u64 from = segment.number * limits_.segment_size + place;
-        i64 moved;
-        if (auto result = bad_blocks_.meet(from, from + size, write, call)) {
-            moved = *result;
-            errno = moved < 0 ? static_cast<int>(-moved) : 0;
-        } else {
-            int count = static_cast<int>(call.size());
-            off_t offset = static_cast<off_t>(place);
-            moved = write ? pwritev2(segment.fd, call.data(), count, offset, flags) : preadv2(segment.fd, call.data(), count, offset, 0);
-        }
-        if (moved < 0 && errno == EINTR) continue;
-        if (moved <= 0) return status_of(moved ? errno : EIO, write);
+        const Verdict verdict = bad_blocks_.judge(static_cast<u16>(drive_), from, from + bytes_of(pieces), write);
+        for (u64 until = now_ns() + Faults::kStallNs; verdict.stalls && !bad_blocks_.gate_open() && now_ns() < until;)
+            std::this_thread::sleep_for(std::chrono::microseconds(Faults::kPollUs));
+        if (verdict.delay_us) std::this_thread::sleep_for(std::chrono::microseconds(verdict.delay_us));
+        std::vector<iovec> some = pieces;
+        cut(some, verdict.limit);
+        i64 moved = verdict.answer ? *verdict.answer : call(segment, some, place, write, flags);
+        if (moved == -EINTR) continue;
+        if (moved <= 0) return status_of(moved ? static_cast<int>(-moved) : EIO, write);
         place += static_cast<u64>(moved);
         skip(pieces, static_cast<u64>(moved));
     }
     return kSuccess;
+}
+
+// One system call: bytes, or -errno.
+i64 Controller::call(const Segment& segment, const std::vector<iovec>& pieces, u64 place, bool write, int flags) {
+    std::vector<iovec> memory = pieces;
+    std::unique_ptr<char, decltype(&std::free)> bounce(nullptr, std::free);
+    if (!fits_direct_io(segment.fd, pieces)) {
+        u64 size = bytes_of(pieces);
+        bounce.reset(static_cast<char*>(std::aligned_alloc(kPage, (size + kPage - 1) / kPage * kPage)));
+        if (!bounce) return -ENOMEM;
+        memory = {{bounce.get(), size}};
+    }
+    char* at = bounce.get();
+    if (bounce && write)
+        for (const iovec& piece : pieces) at = std::copy_n(static_cast<const char*>(piece.iov_base), piece.iov_len, at);
+    int count = static_cast<int>(memory.size());
+    off_t offset = static_cast<off_t>(place);
+    i64 moved = write ? pwritev2(segment.fd, memory.data(), count, offset, flags) : preadv2(segment.fd, memory.data(), count, offset, 0);
+    if (moved < 0) return -errno;
+    if (bounce && !write) {
+        std::vector<iovec> came = pieces;
+        cut(came, static_cast<u64>(moved));
+        for (const iovec& piece : came) {
+            std::copy_n(at, piece.iov_len, static_cast<char*>(piece.iov_base));
+            at += piece.iov_len;
+        }
+    }
+    return moved;
 }
 
 u32 Controller::transfer(const Sqe& sqe, bool write) {

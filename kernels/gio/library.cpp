@@ -7,6 +7,7 @@
 #include "twin.hpp"
 
 using namespace tutti::gio;
+using tutti::FaultPlan;
 
 namespace {
 
@@ -29,7 +30,7 @@ constexpr Field kFields[] = {
     GIO_TYPE(IocbWork), GIO_FIELD(IocbWork, finished), GIO_FIELD(IocbWork, errors), GIO_FIELD(IocbWork, done),
     GIO_TYPE(MappedRegion), GIO_FIELD(MappedRegion, address), GIO_FIELD(MappedRegion, size), GIO_FIELD(MappedRegion, bus),
     GIO_FIELD(MappedRegion, prp),
-    GIO_TYPE(Command), GIO_FIELD(Command, word), GIO_FIELD(Command, iocb), GIO_FIELD(Command, context),
+    GIO_TYPE(Command), GIO_FIELD(Command, word), GIO_FIELD(Command, iocb), GIO_FIELD(Command, context), GIO_FIELD(Command, joined),
     GIO_TYPE(QueueState), GIO_FIELD(QueueState, next), GIO_FIELD(QueueState, sq_lock), GIO_FIELD(QueueState, tail),
     GIO_FIELD(QueueState, doorbells), GIO_FIELD(QueueState, cq_lock), GIO_FIELD(QueueState, head), GIO_FIELD(QueueState, stray),
     GIO_FIELD(QueueState, late), GIO_FIELD(QueueState, in_use), GIO_FIELD(QueueState, ready), GIO_FIELD(QueueState, commands),
@@ -38,9 +39,10 @@ constexpr Field kFields[] = {
     GIO_TYPE(Drive), GIO_FIELD(Drive, queues), GIO_FIELD(Drive, first_block), GIO_FIELD(Drive, blocks), GIO_FIELD(Drive, queue_count),
     GIO_FIELD(Drive, nsid), GIO_FIELD(Drive, mdts), GIO_FIELD(Drive, block_shift), GIO_FIELD(Drive, sgl),
     GIO_TYPE(Context), GIO_FIELD(Context, iocbs), GIO_FIELD(Context, works), GIO_FIELD(Context, completions), GIO_FIELD(Context, regions),
-    GIO_FIELD(Context, drives), GIO_FIELD(Context, depth), GIO_FIELD(Context, region_count), GIO_FIELD(Context, drive_count),
+    GIO_FIELD(Context, drives), GIO_FIELD(Context, lists), GIO_FIELD(Context, lists_bus), GIO_FIELD(Context, depth), GIO_FIELD(Context, region_count), GIO_FIELD(Context, drive_count),
     GIO_TYPE(Sqe), GIO_FIELD(Sqe, opcode), GIO_FIELD(Sqe, flags), GIO_FIELD(Sqe, cid), GIO_FIELD(Sqe, nsid), GIO_FIELD(Sqe, data),
     GIO_FIELD(Sqe, lba), GIO_FIELD(Sqe, cdw12),
+    GIO_TYPE(SglDescriptor), GIO_FIELD(SglDescriptor, address), GIO_FIELD(SglDescriptor, word),
     GIO_TYPE(Cqe), GIO_FIELD(Cqe, dw0), GIO_FIELD(Cqe, sq), GIO_FIELD(Cqe, last),
     GIO_TYPE(ControllerLimits), GIO_FIELD(ControllerLimits, blocks), GIO_FIELD(ControllerLimits, segment_size),
     GIO_FIELD(ControllerLimits, spin_ns), GIO_FIELD(ControllerLimits, idle_ns), GIO_FIELD(ControllerLimits, nsid),
@@ -78,7 +80,7 @@ void gio_controller_map(Controller* it, const MappedRegion* region) { it->map(*r
 i32 gio_controller_attach(Controller* it, u64 segment, i32 fd) { return it->attach(segment, fd); }
 i32 gio_controller_detach(Controller* it, u64 segment, u64 timeout_ns) { return it->detach(segment, timeout_ns); }
 void gio_controller_set_faults(Controller* it, const ControllerFaults* faults) { it->set_faults(*faults); }
-void gio_controller_set_bad_blocks(Controller* it, const FaultPlan* plan, u32 drive) { it->set_bad_blocks({*plan, drive}); }
+void gio_controller_set_bad_blocks(Controller* it, const FaultPlan* plan, u32 drive) { it->set_bad_blocks(*plan, drive); }
 void gio_controller_start(Controller* it) { it->start(); }
 void gio_controller_wake(Controller* it) { it->commands.ring(); }
 i32 gio_controller_stop(Controller* it, u64 timeout_ns) { return it->stop(timeout_ns); }

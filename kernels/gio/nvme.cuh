@@ -32,7 +32,15 @@ struct alignas(16) Cqe {
 static_assert(sizeof(Cqe) == 16);
 
 constexpr u8 kSglFlags = 1u << 6;
-constexpr u64 kSglTypeShift = 60;  // of the descriptor's second word; type 0, subtype 0 = data block with an address
+
+struct alignas(16) SglDescriptor {
+    u64 address;
+    u64 word;  // bytes in the low half; type in bits 63:60, subtype in bits 59:56
+};
+static_assert(sizeof(SglDescriptor) == 16);
+
+enum SglType : u32 { kDataBlock = 0, kSegment = 2, kLastSegment = 3 };  // subtype 0: the address is one
+constexpr u64 kSglTypeShift = 60;
 
 // Status: SC in bits 7:0, SCT in bits 10:8.
 enum Status : u32 {
@@ -45,6 +53,7 @@ enum Status : u32 {
     kAbortedBySqDeletion = 0x008,
     kInvalidNamespace = 0x00b,
     kInvalidSglSegment = 0x00d,
+    kInvalidSglCount = 0x00e,
     kSglLengthInvalid = 0x00f,
     kSglTypeInvalid = 0x011,
     kPrpOffsetInvalid = 0x013,
@@ -73,6 +82,13 @@ GIO_FUNCTION i32 errno_of(u32 code) {
         case kLbaOutOfRange: return 22;
     }
     return 5;  // EIO
+}
+
+// Points `sqe` at `count` data blocks, whose descriptors lie at `bus`: one last segment, of any length, since it is contiguous there.
+GIO_FUNCTION void set_list(Sqe& sqe, u64 bus, u32 count) {
+    sqe.flags = kSglFlags;
+    sqe.data[0] = bus;
+    sqe.data[1] = static_cast<u64>(kLastSegment) << kSglTypeShift | count * sizeof(SglDescriptor);
 }
 
 // Points `sqe` at `length` > 0 bytes of `region` from `bus` on. False when they need a PRP list and there is none, or one entry too many.

@@ -71,7 +71,7 @@ GIO_FUNCTION void submit(const QueuePair& queue, const Sqe& sqe) {
     announce(queue);
 }
 
-// Takes every CQE that has arrived and passes it on; `Finish(iocb, context, status)` finishes a piece that nobody waits for any more.
+// Takes every CQE that has arrived and passes it on; `Finish(iocb, context, joined, status)` finishes what nobody waits for any more.
 // Returns how many were taken; 0 also when another thread is at it.
 template <class Finish> GIO_FUNCTION u32 sweep(const QueuePair& queue, Finish&& finish) {
     QueueState& state = state_of(queue);
@@ -100,8 +100,8 @@ template <class Finish> GIO_FUNCTION u32 sweep(const QueuePair& queue, Finish&& 
                 Command command = state.commands[cid];
                 word.store(kIdle, relaxed);
                 LocalRef<u32>(state.late).fetch_sub(1, relaxed);
-                // The piece first, the identifier after: while a command is counted nowhere, its IOCB cannot be complete.
-                finish(command.iocb, command.context, status);
+                // The pieces first, the identifier after: while a command is counted nowhere, its IOCB cannot be complete.
+                finish(command.iocb, command.context, command.joined, status);
                 free_command(queue, cid);
             }
         }

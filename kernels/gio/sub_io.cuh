@@ -1,5 +1,5 @@
-// One sub-I/O from IOCTX to result: a piece of at most MDTS bytes, moved by one NVMe command. On a GPU each thread is one; on the CPU a thread
-// steps many.
+// One sub-I/O from IOCTX to result: a piece of at most MDTS bytes, or several IOCTX that are neighbours on the drive, moved by one NVMe command.
+// On a GPU each thread is one; on the CPU a thread steps many.
 #pragma once
 
 #include "queue.cuh"
@@ -45,12 +45,13 @@ GIO_FUNCTION void finish_piece(const Context& c, u32 ring, u32 index, u32 pieces
     SystemRef<u64>(completion.serial).store(iocb.serial, release);
 }
 
-// Finishes pieces that no sub-I/O waits for: it gave up, or never began.
+// Finishes what no sub-I/O waits for: it gave up, or never began.
 class FinishLate {
 public:
     GIO_FUNCTION explicit FinishLate(const Context& c) : context_(c) {}
-    GIO_FUNCTION void operator()(u32 ring, u32 index, u32 status) const {
-        finish_piece(context_, ring, index, pieces_of(context_, iocb_of(context_, ring).contexts[index]), status);
+    GIO_FUNCTION void operator()(u32 ring, u32 index, u32 joined, u32 status) const {
+        for (u32 i = index; i < index + joined; ++i)
+            finish_piece(context_, ring, i, pieces_of(context_, iocb_of(context_, ring).contexts[i]), status);
     }
 
 private:
@@ -63,16 +64,15 @@ class SubIo {
 public:
     // Sub-I/O `piece` of IOCB `ring`. `lane` spreads sub-I/Os over queue pairs; `start` is when the IOCB was issued.
     GIO_FUNCTION void begin(const Context& c, u32 ring, u32 piece, u32 lane, u64 start) {
-        const Iocb& iocb = iocb_of(c, ring);
-        u32 map = iocb.map[piece];
+        u32 map = iocb_of(c, ring).map[piece];
         ring_ = ring;
         index_ = map & (kIocbContexts - 1);
+        piece_ = map >> kContextBits & ((1u << (kJoinShift - kContextBits)) - 1);
+        joined_ = (map >> kJoinShift) + 1;
+        rest_ = 0;
         lane_ = lane;
         start_ = start;
-        state_ = Step::claiming;
-        pieces_ = pieces_of(c, iocb.contexts[index_]);
-        u32 code = prepare(c, iocb.contexts[index_], map >> kContextBits);
-        if (code) finish(c, code);
+        prepare(c);
     }
 
     GIO_FUNCTION Step state() const { return state_; }
@@ -86,7 +86,7 @@ public:
 
     // Ends it with `code` if it has no command yet.
     GIO_FUNCTION void abandon(const Context& c, u32 code) {
-        if (state_ == Step::claiming) finish(c, code);
+        while (state_ == Step::claiming) finish(c, code);
     }
 
 private:
@@ -96,8 +96,71 @@ private:
         return reinterpret_cast<const QueuePair*>(d.queues)[lane_ % d.queue_count];
     }
 
-    // Checks the piece and finds its blocks and its bytes; a code of ours if it must not reach the drive.
-    GIO_FUNCTION u32 prepare(const Context& c, const Ioctx& io, u32 piece) {
+    // Finds blocks and bytes of what comes next. What must not reach the drive ends here; if it is joined, its parts are looked at one by one.
+    GIO_FUNCTION void prepare(const Context& c) {
+        for (;;) {
+            u32 code = joined_ > 1 ? find_joined(c) : find(c, index_, piece_);
+            state_ = Step::claiming;
+            if (!code) return;
+            if (joined_ > 1) separate();
+            else {
+                account(c, code);
+                if (!advance()) return;
+            }
+        }
+    }
+
+    // From now on the joined IOCTX go one by one.
+    GIO_FUNCTION void separate() {
+        rest_ = joined_ - 1;
+        joined_ = 1;
+    }
+
+    // On to the next of those that go one by one. False, and finished, when there is none.
+    GIO_FUNCTION bool advance(Step last = Step::finished) {
+        state_ = last;
+        if (!rest_) return false;
+        ++index_;
+        --rest_;
+        return true;
+    }
+
+    // As `find` for joined IOCTX: one run of blocks, and a descriptor for each run of their memory.
+    GIO_FUNCTION u32 find_joined(const Context& c) {
+        auto* list = reinterpret_cast<SglDescriptor*>(c.lists) + static_cast<u64>(ring_) * kIocbContexts + index_;
+        if (u32 code = find(c, index_, 0)) return code;
+        const Drive& d = drive(c);
+        const u64 lba = lba_, bus = bus_;
+        const u32 its_drive = drive_, its_operation = operation_;
+        u64 run = bus_;  // where the last run of memory begins
+        u32 length = length_, run_length = length_, count = 1;
+        for (u32 i = 1; i < joined_; ++i) {
+            u32 region = region_;
+            if (u32 code = find(c, index_ + i, 0)) return code;
+            if (drive_ != its_drive || operation_ != its_operation || lba_ != lba + (length >> d.block_shift)) return kBadRequest;
+            if (region_ != region || bus_ != run + run_length) {
+                if (!c.lists || !d.sgl) return kBadAddress;
+                list[count++ - 1] = {run, run_length};
+                run = bus_;
+                run_length = 0;
+            }
+            run_length += length_;
+            length += length_;
+        }
+        if (length > d.mdts) return kBadRequest;
+        if (count > 1) list[count - 1] = {run, run_length};
+        lba_ = lba;
+        bus_ = bus;
+        length_ = length;
+        runs_ = count;
+        return 0;
+    }
+
+    // Checks a piece and finds its blocks and its bytes; a code of ours if it must not reach the drive.
+    GIO_FUNCTION u32 find(const Context& c, u32 index, u32 piece) {
+        const Ioctx& io = iocb_of(c, ring_).contexts[index];
+        pieces_ = pieces_of(c, io);
+        runs_ = 1;
         drive_ = io.drive;
         operation_ = io.operation;
         if (drive_ >= c.drive_count) return kBadRange;
@@ -141,19 +204,23 @@ private:
         sqe.opcode = operation_ == kRead ? kNvmeRead : operation_ == kWrite ? kNvmeWrite : kNvmeFlush;
         sqe.cid = static_cast<u16>(cid);
         sqe.nsid = drive(c).nsid;
-        if (length_) {
+        if (runs_ > 1) set_list(sqe, c.lists_bus + (static_cast<u64>(ring_) * kIocbContexts + index_) * sizeof(SglDescriptor), runs_);
+        else if (length_) {
             const MappedRegion& region = reinterpret_cast<const MappedRegion*>(c.regions)[region_];
             if (!set_data(sqe, region, bus_, length_, drive(c).sgl)) {
                 free_command(q, static_cast<u32>(cid));
                 return finish(c, kBadAddress);
             }
+        }
+        if (length_) {
             sqe.lba = lba_;
             sqe.cdw12 = (length_ >> drive(c).block_shift) - 1;
         }
         Command& command = state_of(q).commands[cid];
         command.iocb = ring_;
         command.context = index_;
-        // Release: iocb and context, for the sweep that finds this command late.
+        command.joined = joined_;
+        // Release: iocb and IOCTX, for the sweep that finds this command late.
         LocalRef<u32>(command.word).store(kPending, release);
         cid_ = static_cast<u32>(cid);
         submitted_ = now_ns();
@@ -173,7 +240,7 @@ private:
             LocalRef<u32>(state_of(q).late).fetch_add(1, relaxed);
             seen = kPending;
             if (word.compare_exchange_strong(seen, kLate, acq_rel, acquire)) {
-                state_ = Step::late;
+                if (advance(Step::late)) prepare(c);
                 return;
             }
             LocalRef<u32>(state_of(q).late).fetch_sub(1, relaxed);  // it came at the last moment
@@ -183,13 +250,22 @@ private:
         finish(c, seen & ~static_cast<u32>(kDone));
     }
 
+    GIO_FUNCTION void account(const Context& c, u32 code) const {
+        for (u32 i = 0; i < joined_; ++i) finish_piece(c, ring_, index_ + i, pieces_, code);
+    }
+
     GIO_FUNCTION void finish(const Context& c, u32 code) {
-        finish_piece(c, ring_, index_, pieces_, code);
-        state_ = Step::finished;
+        // An error of the drive concerns some block of the command: one by one the IOCTX find out which of them it was.
+        if (joined_ > 1 && code && code < kCancelled) separate();
+        else {
+            account(c, code);
+            if (!advance()) return;
+        }
+        prepare(c);
     }
 
     u64 start_, submitted_, lba_, bus_;
-    u32 ring_, index_, lane_, pieces_, drive_, length_, region_, cid_;
+    u32 ring_, index_, piece_, joined_, rest_, lane_, pieces_, drive_, length_, region_, runs_, cid_;
     u8 operation_;
     Step state_;
 };
@@ -216,7 +292,7 @@ GIO_FUNCTION void abort_all(const Context& c, const QueuePair& q, u32 status) {
         Command& command = state.commands[cid];
         if (command.word == kIdle) continue;
         command.word = kIdle;
-        FinishLate{c}(command.iocb, command.context, status);
+        FinishLate{c}(command.iocb, command.context, command.joined, status);
     }
     for (u32 i = 0; i < entries; ++i) {
         state.ready[i] = 0;

@@ -182,7 +182,10 @@ private:
                 std::erase_if(queue, [](const Issued& it) { return it.pieces.empty(); });
             }
         }
-        for (auto [ring, piece] : dropped) FinishLate{context_}(ring, iocb_of(context_, ring).map[piece] & (kIocbContexts - 1), code);
+        for (auto [ring, piece] : dropped) {
+            u32 map = iocb_of(context_, ring).map[piece];
+            FinishLate{context_}(ring, map & (kIocbContexts - 1), (map >> kJoinShift) + 1, code);
+        }
         if (!dropped.empty()) announce_completed();
     }
 

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../faults.hpp"
+
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 /// Raised with every change of a signature or structure below; kernels/native.py refuses another number.
@@ -22,16 +24,6 @@ struct tutti_ioctx {
 };
 static_assert(sizeof(tutti_ioctx) == 32);
 
-/// PACKED_DTYPE of tutti_sglang/testing/faults.py, which says what it means.
-struct tutti_faults {
-    std::uint64_t seed, begin, end;
-    const std::uint32_t *gate;
-    std::uint32_t rates[6], drive, operations;
-    std::int32_t error;
-    std::uint32_t delay_us;
-};
-static_assert(sizeof(tutti_faults) == 72);
-
 struct tutti_options {
     std::uint64_t segment_size;                   // bytes
     std::uint64_t staging_address, staging_size;  // memory worth registering; size 0: none
@@ -39,7 +31,7 @@ struct tutti_options {
     std::uint32_t queue_depth;                    // transfers in flight per drive
     std::uint32_t workers;                        // threads per drive where io_uring is refused
     std::uint32_t pool;                           // 1: do not even try io_uring
-    const tutti_faults *faults;                   // null: none
+    const tutti::FaultPlan *faults;               // null: none
 };
 
 /// Objects by where they lie: n slots of k segments, all with the same tensors.

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "faults.hpp"
+#include "../faults.hpp"
 #include "queue.hpp"
 
 namespace tutti {
@@ -33,7 +33,10 @@ class Drive : public std::enable_shared_from_this<Drive> {
     /// Run `body` in a thread that keeps this drive alive and takes no signals of the process. False when there is no thread to be had.
     bool start(std::string name, void (*body)(Drive &));
     bool stopping() const { return stopping_.load(std::memory_order_acquire); }
-    Verdict judge(const Work &work) const { return faults_.judge(ordinal_, options_.segment_size, work); }
+    Verdict judge(const Work &work) const {
+        const std::uint64_t start = work.file->segment * options_.segment_size + work.offset;
+        return faults_.judge(ordinal_, start + work.moved, start + work.length, work.write());
+    }
 
     const std::uint16_t ordinal_;
     const tutti_options options_;

@@ -104,8 +104,12 @@ REFUSED: dict[str, tuple[int, dict[str, Any]]] = {
     "an SGL that is too short": (Status.SGL_LENGTH_INVALID, {"data": (0, 511)}),
     "an SGL that is too long": (Status.SGL_LENGTH_INVALID, {"data": (0, 1024)}),
     "a bit bucket": (Status.SGL_TYPE_INVALID, {"data": (0, 512 | 1 << 60)}),
-    "a segment descriptor": (Status.INVALID_SGL_SEGMENT, {"data": (0, 512 | 2 << 60)}),
-    "a last segment descriptor": (Status.INVALID_SGL_SEGMENT, {"data": (0, 512 | 3 << 60)}),
+    "an SGL segment of nothing": (Status.INVALID_SGL_SEGMENT, {"data": (4096, 3 << 60)}),
+    "an SGL segment of half a descriptor": (Status.INVALID_SGL_SEGMENT, {"data": (4096, 24 | 3 << 60)}),
+    "an SGL segment off a qword": (Status.INVALID_SGL_SEGMENT, {"data": (4100, 32 | 3 << 60)}),
+    "an SGL segment that is not mapped": (Status.DATA_TRANSFER_ERROR, {"data": (8 << 20, 32 | 3 << 60)}),
+    "an SGL segment that goes on without saying where": (Status.INVALID_SGL_SEGMENT, {"data": (4096, 32 | 2 << 60)}),
+    "an SGL segment with less than the command moves": (Status.SGL_LENGTH_INVALID, {"data": (4096, 32 | 3 << 60)}),
     "an offset for an address": (Status.SGL_TYPE_INVALID, {"data": (0, 512 | 1 << 56)}),
     "memory that is not mapped": (Status.DATA_TRANSFER_ERROR, {"data": (8 << 20, 512)}),
     "memory that ends too early": (Status.DATA_TRANSFER_ERROR, {"data": ((4 << 20) - 256, 512)}),
@@ -130,6 +134,54 @@ def test_what_breaks_a_rule_is_refused(start: Start, case: str) -> None:
     assert drive.ask(**fields) == status
     assert drive.ask() == Status.SUCCESS  # and the next is served
     assert (drive.rig.region.view[512:] == before[512:]).all()
+
+
+BLOCK, POINTER, LAST = 0, 2 << 60, 3 << 60
+
+
+def test_an_sgl_goes_through_as_many_segments_as_it_has(start: Start) -> None:
+    """And a segment over as many pages: one of 300 descriptors here, then two, then one that moves nothing."""
+    drive = start(mdts=1 << 20)
+    rig, lists = drive.rig, drive.rig.region.view[2 << 20 :].view(np.uint64).reshape(-1, 2)
+    at = drive.data + (2 << 20)
+    order = np.random.default_rng(0).permutation(302)
+    lists[:302] = np.column_stack([drive.data + order.astype(np.uint64) * 512, np.full(302, 512)])
+    lists[302:305] = lists[299:302]
+    lists[299] = at + 302 * 16, 3 * 16 | POINTER  # the last of its segment
+    lists[304] = at + 400 * 16, 2 * 16 | LAST
+    lists[400] = drive.data + 301 * 512, 0
+    lists[401] = drive.data + int(order[301]) * 512, 512
+    assert drive.ask(cdw12=301, data=(at, 300 * 16 | POINTER)) == Status.SUCCESS
+    moved = rig.region.view[: 302 * 512].reshape(302, 512)
+    assert (moved[order] == rig.content[: 302 * 512].reshape(302, 512)).all()
+
+
+WRONG_LISTS = {
+    "too much": (Status.SGL_LENGTH_INVALID, [(0, 512), (512, 512)]),
+    "too little": (Status.SGL_LENGTH_INVALID, [(0, 256)]),
+    "a pointer in the middle": (Status.INVALID_SGL_COUNT, [(0, LAST | 16), (0, 512)]),
+    "a pointer at the end of the last": (Status.INVALID_SGL_COUNT, [(0, 512), (4096, POINTER | 16)]),
+    "another type": (Status.SGL_TYPE_INVALID, [(0, 512 | 1 << 60)]),
+    "memory that is not mapped": (Status.DATA_TRANSFER_ERROR, [(0, 256), (8 << 20, 256)]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_LISTS)
+def test_an_sgl_that_breaks_a_rule_is_refused(start: Start, case: str) -> None:
+    drive = start()
+    status, descriptors = WRONG_LISTS[case]
+    lists = drive.rig.region.view[4096:8192].view(np.uint64).reshape(-1, 2)
+    for place, (address, word) in enumerate(descriptors):
+        lists[place] = drive.data + address, word
+    assert drive.ask(data=(drive.data + 4096, len(descriptors) * 16 | LAST)) == status
+    assert drive.ask() == Status.SUCCESS
+
+
+def test_a_chain_of_segments_that_has_no_end_is_refused(start: Start) -> None:
+    drive = start()
+    lists = drive.rig.region.view[4096:8192].view(np.uint64).reshape(-1, 2)
+    lists[0] = drive.data + 4096, 16 | POINTER
+    assert drive.ask(data=(drive.data + 4096, 16 | POINTER)) == Status.INVALID_SGL_COUNT
 
 
 def test_without_sgl_support_sgls_are_refused(start: Start) -> None:

@@ -1,44 +1,15 @@
 """The four calls on the CPU twin: what goes in comes out, at its place, by PRP and by SGL."""
 
-import ctypes
 import errno
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.gio.rigs import Start
 from tutti_sglang.gio import abi
 from tutti_sglang.gio.controller import Faults
-from tutti_sglang.gio.queues import HostMemory
 from tutti_sglang.gio.rings import Budget
-from tutti_sglang.gio.twin import Bell, Pace, Twin
-from tutti_sglang.testing.gio_rig import SHAPES, GioRig, Shape
-
-Start = Callable[..., GioRig]
-
-
-@pytest.fixture
-def start(native: ctypes.CDLL, tmp_path: Path) -> Iterator[Start]:
-    """Makes rigs with a twin of two threads."""
-    made: list[tuple[GioRig, Twin, Bell]] = []
-
-    def start(shape: Shape = SHAPES["SGL"]) -> GioRig:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        rig = GioRig(folder, native, HostMemory(), shape)
-        bell = Bell(native)
-        made.append((rig, Twin(native, rig.ring, [rig.controller], bell, Pace(workers=2)), bell))
-        return rig
-
-    yield start
-    for rig, twin, bell in made:
-        states = rig.pairs.states()
-        rig.close()
-        assert twin.close(60)
-        bell.close()
-        assert rig.controller.handle is None
-        assert not states["stray"].any()
+from tutti_sglang.testing.gio_rig import SHAPES, Shape
 
 
 @pytest.mark.parametrize("name", SHAPES)

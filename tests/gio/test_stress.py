@@ -27,6 +27,24 @@ SCENARIOS = {
     "twin": {"twin": 1, "threads": 2, "log-entries": 5, "fail": 10000, "delay": 50000, "cancel": 200000},
     "twin, lost": {"twin": 1, "threads": 3, "log-entries": 6, "drop": 1000, "poll-ns": 1_000_000},
     "everything": {"log-entries": 5, "fail": 10000, "drop": 1000, "delay": 50000, "poll-ns": 500_000},
+    "joined": {"join": 16, "mdts": 65536, "log-entries": 3},
+    "joined, errors and losses": {
+        "join": 5,
+        "mdts": 65536,
+        "log-entries": 5,
+        "fail": 50000,
+        "drop": 5000,
+        "poll-ns": 1_000_000,
+    },
+    "joined, twin": {
+        "join": 128,
+        "mdts": 1 << 20,
+        "twin": 1,
+        "threads": 2,
+        "fail": 50000,
+        "delay": 50000,
+        "cancel": 200000,
+    },
 }
 
 
@@ -97,6 +115,7 @@ def test_a_missing_order_is_found(mutation: str, watched_controller: Path, tmp_p
     file, right, wrong = MUTATIONS[mutation]
     headers = tmp_path / "gio"
     shutil.copytree(gio_native.FOLDER, headers)
+    shutil.copy(gio_native.FOLDER.parent / "faults.hpp", tmp_path)
     text = (headers / file).read_text()
     assert text.count(right) == 1
     (headers / file).write_text(text.replace(right, wrong))

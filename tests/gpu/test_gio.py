@@ -102,6 +102,23 @@ def test_bytes_arrive_at_their_place(start: Start, name: str, seed: int) -> None
     assert (rig.on_disk() == wanted).all()
 
 
+@pytest.mark.parametrize("name", ["SGL", "PRP", "blocks of 4 KiB"])
+def test_neighbours_on_the_drive_are_one_command(start: Start, name: str) -> None:
+    """Scattered in memory by SGL; side by side there by PRP too."""
+    rig, mover = start(SHAPES[name])
+    scattered = np.random.default_rng(0).permutation(64) * 8192
+    for places in (np.arange(64) * 4096, scattered):
+        rig.region.view[:] = 0
+        mover.sync()
+        before = rig.controller.counts()["commands"]
+        batch = rig.batch(np.arange(64) * 4096, 4096, places=places)
+        assert (rig.run(batch, joined=True) == 4096).all()
+        for i in range(64):
+            assert (rig.in_memory(batch, i) == rig.expected(batch, i)).all()
+        one_each = name == "PRP" and places is scattered
+        assert rig.controller.counts()["commands"] - before == (64 if one_each else 4)
+
+
 def test_what_must_not_reach_the_drive_does_not(start: Start) -> None:
     rig, _ = start(SHAPES["an LBA range"])
     before = rig.controller.counts()["commands"]

@@ -19,7 +19,7 @@ from tutti_sglang.config import RawName
 from tutti_sglang.engine.batch import IOCTX_DTYPE, Operation
 from tutti_sglang.gio.queues import DriveQueues, HostMemory, Memory
 from tutti_sglang.gio.relay import Relay
-from tutti_sglang.gio.rings import BOUNDED, Budget, IocbRing
+from tutti_sglang.gio.rings import BOUNDED, Budget, IocbRing, Lists
 from tutti_sglang.gio.twin import Bell, Pace, Twin
 from tutti_sglang.gio.vfio import ioctls, pci
 from tutti_sglang.gio.vfio.device import Device
@@ -31,6 +31,7 @@ from tutti_sglang.units import align_up
 
 WORK = Path("/mnt")
 PATIENCE = 20.0
+IOCBS = 8
 
 
 class Bench:
@@ -137,9 +138,10 @@ class Mover:
         self.pairs = drive.create_pairs(self.memory, pairs, log_entries, direct=not relay)
         self.relay = Relay(bench.native, self.pairs, drive.doorbells()) if relay else None
         self.limits = drive.limits(start, max_io)
-        self.ring = IocbRing(
-            8, self.memory, [DriveQueues(self.limits, self.pairs)], drive.map(self.region, self.memory)
-        )
+        sgls = self.memory.shared(Lists.size(IOCBS))
+        lists = Lists(sgls.address, drive.controller.map(sgls))
+        regions = drive.map(self.region, self.memory)
+        self.ring = IocbRing(IOCBS, self.memory, [DriveQueues(self.limits, self.pairs)], regions, lists)
         self.bell = Bell(bench.native)
         self.start_twin()
 
@@ -156,10 +158,13 @@ class Mover:
         batch["address"] = np.asarray(places, dtype=np.uint64) + np.uint64(self.region.address)
         return batch
 
-    def start(self, batch: npt.NDArray[np.void], budget: Budget = BOUNDED) -> npt.NDArray[np.int64]:
+    def start(
+        self, batch: npt.NDArray[np.void], budget: Budget = BOUNDED, *, joined: bool = False
+    ) -> npt.NDArray[np.int64]:
         ids = self.ring.get_iocb(1)
         assert ids is not None
-        self.ring.fill(int(ids[0]), batch, budget)
+        pieces = self.ring.fill(int(ids[0]), batch, budget, np.zeros(len(batch), dtype=np.int64) if joined else None)
+        self.commands = pieces
         self.ring.issue_io(ids)
         return ids
 
@@ -170,8 +175,8 @@ class Mover:
         self.ring.release(ids)
         return [int(result) for result in results]
 
-    def run(self, batch: npt.NDArray[np.void]) -> list[int]:
-        return self.finish(self.start(batch))
+    def run(self, batch: npt.NDArray[np.void], *, joined: bool = False) -> list[int]:
+        return self.finish(self.start(batch, joined=joined))
 
     def close(self) -> None:
         assert self.twin.close(PATIENCE)

@@ -73,6 +73,38 @@ def check_doorbells_can_be_relayed(bench: Bench) -> None:
         assert made.relay.rings() > 4
 
 
+def joined_round_trip(made: Mover) -> None:
+    """Pages side by side on the drive and anywhere in memory go out by few commands, and come back elsewhere."""
+    count = 100
+    content = made.bench.bytes(count * 4096).reshape(count, 4096)
+    view = made.region.view[: 2 * count * 8192].reshape(2 * count, 8192)
+    places = made.bench.random.permutation(2 * count)
+    view[places[:count], :4096] = content
+    offsets = 8 * MIB + np.arange(count) * 4096
+    assert made.run(made.batch(offsets, 4096, Operation.WRITE, places[:count] * 8192), joined=True) == [4096] * count
+    assert made.commands == -(-count * 4096 // made.limits.transfer)
+    view[:] = 7
+    assert made.run(made.batch(offsets, 4096, Operation.READ, places[count:] * 8192), joined=True) == [4096] * count
+    assert (view[places[count:], :4096] == content).all()
+    assert (view[places[:count]] == 7).all()
+    assert (view[:, 4096:] == 7).all()
+
+
+def check_joined_pages_go_by_lists_of_descriptors(bench: Bench) -> None:
+    with mover(bench, "MAIN", 1) as made:
+        joined_round_trip(made)
+    with mover(bench, "WIDE", 1, max_io=2 * MIB) as made:
+        assert made.limits.transfer == 2 * MIB
+        joined_round_trip(made)
+
+
+def check_an_error_stays_with_the_joined_page_it_concerns(bench: Bench) -> None:
+    with mover(bench, "MAIN", 1) as made:
+        batch = made.batch(4 * MIB + np.arange(6) * 4096, 4096, Operation.READ, np.arange(6)[::-1] * 8192)
+        batch["address"][3] = made.region.address + made.region.size
+        assert made.run(batch, joined=True) == [4096] * 3 + [-errno.EFAULT] + [4096] * 2
+
+
 def check_rings_lists_and_data_may_lie_in_another_device(bench: Bench) -> None:
     for sgl, relay in ((True, False), (False, False), (True, True)):
         space = address_space()

@@ -25,6 +25,7 @@ from tutti_sglang.gio import abi
 from tutti_sglang.gio.queues import HostMemory
 from tutti_sglang.gio.twin import Bell
 from tutti_sglang.kernels import gio_native
+from tutti_sglang.memory import Addresses
 
 _logger = logging.getLogger("tutti_sglang.engine")
 
@@ -34,7 +35,7 @@ _STOP_SECONDS = 10.0  # for threads that have nothing left to do
 
 
 class GioEngine:
-    """The protocol is `engine.base.Engine`. IOCTX are not joined: each is one command per `max_io` bytes."""
+    """The protocol is `engine.base.Engine`, and `engine.base.Straight`."""
 
     name = "gio"
 
@@ -66,6 +67,7 @@ class GioEngine:
         self._thread: threading.Thread | None = None
         self._closed = self._ended = False
         self._home = Home()
+        self._raw = bool(raw.volumes)
         self._reset_seconds, self._resetting = raw.reset_seconds, threading.Lock()
         for number in raw.volumes:
             memory = HostMemory()
@@ -103,6 +105,10 @@ class GioEngine:
                     return False
                 self._lock.wait(_DETACH_SECONDS)
         return True
+
+    def reaches(self, rows: Addresses, sizes: npt.NDArray[np.int64]) -> bool:
+        """As Straight.reaches: software controllers reach all memory by dwords; drives behind VFIO what was mapped."""
+        return not self._raw and not ((rows | sizes.astype(np.uint64)) & np.uint64(3)).any()
 
     def submit(self, batch: Batch, klass: IoClass, deadline: float, hold: Any = None) -> Ticket:
         """As Engine.submit."""

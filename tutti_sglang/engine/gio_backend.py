@@ -58,10 +58,14 @@ class Backend(Protocol):
     regions: Batch
     pace: Pace
     resets: bool
+    segment_size: int
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
         """What the mover wakes."""
+
+    def map(self, region: Mapped) -> int:
+        """Let the controller read a region of the mover's memory; where it finds it. EngineError."""
 
     def start(self) -> None:
         """Once the mover is there."""
@@ -97,7 +101,7 @@ class SoftwareBackend:
     resets = False
 
     def __init__(self, native: ctypes.CDLL, memory: Memory, options: Options, number: int) -> None:
-        self.limits, self._segment_size = options.limits, options.segment_size
+        self.limits, self.segment_size = options.limits, options.segment_size
         self.pace = Pace(options.depth)
         self.pairs = QueuePairs(memory, 1, options.depth.bit_length())
         self.regions = map_region(0, _USER_SPACE, _BUS)
@@ -111,6 +115,10 @@ class SoftwareBackend:
     def endpoints(self) -> Sequence[Endpoint]:
         """As Backend.endpoints."""
         return [self.controller]
+
+    def map(self, region: Mapped) -> int:
+        """As Backend.map; it sees all memory of the process."""
+        return region.address + _BUS
 
     def start(self) -> None:
         """As Backend.start."""
@@ -133,7 +141,7 @@ class SoftwareBackend:
 
     def range_of(self, segment: int) -> int | None:
         """As Backend.range_of."""
-        return segment * self._segment_size
+        return segment * self.segment_size
 
     def stop(self) -> None:
         """As Backend.stop; it is never asked to."""
@@ -154,7 +162,7 @@ class RawBackend:
     def __init__(self, native: ctypes.CDLL, memory: Memory, options: Options, raw: RawDrives, number: int) -> None:
         """EngineError."""
         self._drive, self._start = raw.volumes[number]
-        self._native, self._segment_size = native, options.segment_size
+        self._native, self.segment_size = native, options.segment_size
         self.limits = self._drive.limits(self._start, options.max_io)
         self.pace = Pace(options.depth, poll_seconds=_POLL_SECONDS)
         self.pairs = self._drive.create_pairs(memory, 1, options.depth.bit_length(), direct=not raw.relay)
@@ -165,6 +173,10 @@ class RawBackend:
     def endpoints(self) -> Sequence[Endpoint]:
         """As Backend.endpoints."""
         return [self._relay] if self._relay else []
+
+    def map(self, region: Mapped) -> int:
+        """As Backend.map."""
+        return self._drive.controller.map(region)
 
     def start(self) -> None:
         """As Backend.start."""
@@ -186,7 +198,7 @@ class RawBackend:
 
     def translate(self, contexts: Batch) -> None:
         """As Backend.translate."""
-        segments, within = np.divmod(contexts["offset"], np.uint64(self._segment_size))
+        segments, within = np.divmod(contexts["offset"], np.uint64(self.segment_size))
         numbers, inverse = np.unique(segments, return_inverse=True)
         starts = np.array([self._drive.attached[number] - self._start for number in numbers.tolist()], dtype=np.uint64)
         contexts["offset"] = starts[inverse] + within

@@ -15,7 +15,7 @@ from tutti_sglang.engine.gio_backend import Backend, SoftwareBackend
 from tutti_sglang.errors import EngineError
 from tutti_sglang.gio import abi
 from tutti_sglang.gio.queues import DriveQueues, Memory
-from tutti_sglang.gio.rings import FOREVER_NS, PATIENT, IocbRing
+from tutti_sglang.gio.rings import FOREVER_NS, PATIENT, IocbRing, Lists
 from tutti_sglang.gio.twin import Bell, Twin
 
 _DEPTH = 32  # IOCBs per drive; more than that waits in Python
@@ -55,7 +55,9 @@ class GioDrive:
     def __init__(self, native: ctypes.CDLL, bell: Bell, memory: Memory, backend: Backend) -> None:
         """Starts its threads. `bell`: rung when IOCBs are complete; `memory`: that of `backend`."""
         self._native, self._bell, self.memory, self.backend = native, bell, memory, backend
-        self.ring = IocbRing(_DEPTH, memory, [DriveQueues(backend.limits, backend.pairs)], backend.regions)
+        memory_of_lists = memory.shared(Lists.size(_DEPTH))
+        lists = Lists(memory_of_lists.address, backend.map(memory_of_lists))
+        self.ring = IocbRing(_DEPTH, memory, [DriveQueues(backend.limits, backend.pairs)], backend.regions, lists)
         self.twin = self._make_twin()
         backend.start()
         self.segments: list[int] = []  # that have a file
@@ -81,8 +83,9 @@ class GioDrive:
                 assert reserved is not None
                 iocb = int(reserved[0])
                 contexts = self._contexts(part.job, part.indices)
+                segments = contexts["offset"] // np.uint64(self.backend.segment_size)  # a command stays in one
                 self.backend.translate(contexts)
-                self.ring.fill(iocb, contexts, PATIENT)
+                self.ring.fill(iocb, contexts, PATIENT, segments)
                 self.issued[iocb] = part._replace(since=time.monotonic())
                 self.twin.issue(iocb, klass, int(min(max(part.job.deadline, 0) * 1e9, FOREVER_NS)))
 

@@ -11,8 +11,10 @@ CONTEXTS = 2048
 """IOCTX in an IOCB (paper, gio_uring)."""
 PIECES = 8192
 """Sub-I/Os in an IOCB."""
-CONTEXT_BITS = 11
-"""An IOCB's map holds `piece << CONTEXT_BITS | IOCTX`."""
+JOINED = 128
+"""IOCTX that one command moves at most."""
+CONTEXT_BITS, JOIN_SHIFT = 11, 24
+"""An IOCB's map holds `IOCTX joined - 1 << JOIN_SHIFT | piece << CONTEXT_BITS | IOCTX`."""
 QUEUE_ENTRIES = 1024
 """Entries of the largest queue."""
 PAGE = 4096
@@ -60,7 +62,7 @@ IOCB_DTYPE = _layout(
 COMPLETION_DTYPE = _layout(16, serial=(0, "<u8"), errors=(8, "<u4"))
 WORK_DTYPE = _layout(64 + 4 * CONTEXTS, finished=(0, "<u4"), errors=(4, "<u4"), done=(64, ("<u4", CONTEXTS)))
 REGION_DTYPE = np.dtype([("address", "<u8"), ("size", "<u8"), ("bus", "<u8"), ("prp", "<u8")])
-COMMAND_DTYPE = _layout(16, word=(0, "<u4"), iocb=(4, "<u4"), context=(8, "<u4"))
+COMMAND_DTYPE = _layout(16, word=(0, "<u4"), iocb=(4, "<u4"), context=(8, "<u4"), joined=(12, "<u4"))
 STATE_DTYPE = _layout(
     20864,
     next=(0, "<u4"),
@@ -96,15 +98,17 @@ DRIVE_DTYPE = _layout(
     sgl=(37, "u1"),
 )
 CONTEXT_DTYPE = _layout(
-    56,
+    72,
     iocbs=(0, "<u8"),
     works=(8, "<u8"),
     completions=(16, "<u8"),
     regions=(24, "<u8"),
     drives=(32, "<u8"),
-    depth=(40, "<u4"),
-    region_count=(44, "<u4"),
-    drive_count=(48, "<u4"),
+    lists=(40, "<u8"),
+    lists_bus=(48, "<u8"),
+    depth=(56, "<u4"),
+    region_count=(60, "<u4"),
+    drive_count=(64, "<u4"),
 )
 SQE_DTYPE = _layout(
     64,
@@ -116,6 +120,7 @@ SQE_DTYPE = _layout(
     lba=(40, "<u8"),
     cdw12=(48, "<u4"),
 )
+SGL_DTYPE = _layout(16, address=(0, "<u8"), word=(8, "<u8"))
 CQE_DTYPE = _layout(16, dw0=(0, "<u4"), sq=(8, "<u4"), last=(12, "<u4"))
 LIMITS_DTYPE = _layout(
     56,
@@ -155,8 +160,9 @@ SIZES = {
     "QueueState": (STATE_DTYPE, 20864),
     "QueuePair": (PAIR_DTYPE, 48),
     "Drive": (DRIVE_DTYPE, 40),
-    "Context": (CONTEXT_DTYPE, 56),
+    "Context": (CONTEXT_DTYPE, 72),
     "Sqe": (SQE_DTYPE, 64),
+    "SglDescriptor": (SGL_DTYPE, 16),
     "Cqe": (CQE_DTYPE, 16),
     "ControllerLimits": (LIMITS_DTYPE, 56),
     "ControllerFaults": (FAULTS_DTYPE, 40),
@@ -181,6 +187,7 @@ class Status(enum.IntEnum):
     ABORTED_SQ_DELETION = 0x008
     INVALID_NAMESPACE = 0x00B
     INVALID_SGL_SEGMENT = 0x00D
+    INVALID_SGL_COUNT = 0x00E
     SGL_LENGTH_INVALID = 0x00F
     SGL_TYPE_INVALID = 0x011
     PRP_OFFSET_INVALID = 0x013

@@ -31,6 +31,23 @@ class Budget(NamedTuple):
 
 
 BOUNDED = Budget()
+
+Groups = npt.NDArray[np.integer[Any]]
+"""(n,) of the IOCTX of a batch, those with equal ones may be moved by one command: they lie in one segment, say."""
+
+
+class Lists(NamedTuple):
+    """Memory for the SGLs of joined IOCTX, `Lists.size` bytes, which controllers read at `bus`."""
+
+    address: int
+    bus: int
+
+    @staticmethod
+    def size(depth: int) -> int:
+        """Bytes that a ring of `depth` IOCBs needs."""
+        return depth * abi.CONTEXTS * abi.SGL_DTYPE.itemsize
+
+
 PATIENT = Budget(FOREVER_NS, FOREVER_NS)
 """For threads of the CPU, which may wait."""
 
@@ -49,10 +66,18 @@ class Mover(Protocol):
 class IocbRing:
     """`depth` IOCBs and completions for one context of drives and mapped memory."""
 
-    def __init__(self, depth: int, memory: Memory, drives: Sequence[DriveQueues], regions: Batch) -> None:
-        """`regions`: (m,) REGION_DTYPE."""
+    def __init__(
+        self,
+        depth: int,
+        memory: Memory,
+        drives: Sequence[DriveQueues],
+        regions: Batch,
+        lists: Lists = Lists(0, 0),  # noqa: B008
+    ) -> None:
+        """`regions`: (m,) REGION_DTYPE; without `lists` only what is contiguous in memory too is joined."""
         assert depth > 0
         self.depth = depth
+        self._takes_lists = np.array([bool(lists.address) and drive.limits.sgl for drive in drives])
         self.mdts = np.array([drive.limits.transfer for drive in drives], dtype=np.int64)
         self.most_queues = max(len(drive.pairs.table) for drive in drives)
         self._memory = memory
@@ -65,6 +90,7 @@ class IocbRing:
         context["works"] = memory.local(depth * abi.WORK_DTYPE.itemsize)
         context["regions"], context["region_count"] = memory.constant(regions), len(regions)
         context["drives"], context["drive_count"] = memory.constant(build_drives(memory, drives)), len(drives)
+        context["lists"], context["lists_bus"] = lists
         context["depth"] = depth
         self.context = context
         self.context_address = memory.constant(context)
@@ -88,10 +114,13 @@ class IocbRing:
             self._events[i] = event
         return np.asarray(ids, dtype=np.int64)
 
-    def fill(self, iocb: int, batch: Batch, budget: Budget = BOUNDED) -> int:
+    def fill(self, iocb: int, batch: Batch, budget: Budget = BOUNDED, groups: Groups | None = None) -> int:
         """Write `batch`, of at most abi.CONTEXTS IOCTX and abi.PIECES sub-I/Os, into a reserved IOCB, before issue_io.
-        Returns its number of sub-I/Os."""
+        Those of one group that follow one another, in the batch and on the drive, become one command, as far as its
+        size allows; without `groups` none do. Returns its number of sub-I/Os."""
         pieces = self.pieces(batch)
+        joined = np.ones_like(pieces) if groups is None else self._join(batch, pieces, groups)
+        pieces[joined == 0] = 0
         total = int(pieces.sum())
         assert 0 < len(batch) <= abi.CONTEXTS
         assert total <= abi.PIECES
@@ -102,7 +131,7 @@ class IocbRing:
         it["status"][: len(batch)] = 0
         context = np.repeat(np.arange(len(batch)), pieces)
         piece = np.arange(total) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        it["map"][:total] = piece << abi.CONTEXT_BITS | context
+        it["map"][:total] = joined[context] - 1 << abi.JOIN_SHIFT | piece << abi.CONTEXT_BITS | context
         it["claim_ns"], it["poll_ns"] = budget
         it["count"], it["pieces"], it["cancel"], it["serial"] = len(batch), total, 0, self._serials[iocb]
         return total
@@ -113,6 +142,30 @@ class IocbRing:
         mdts = self.mdts[np.where(known, batch["drive"], 0)]
         whole = known & (batch["operation"] != abi.FLUSH) & (batch["length"] > 0)
         return np.where(whole, -(-batch["length"].astype(np.int64) // mdts), 1)
+
+    def _join(self, batch: Batch, pieces: npt.NDArray[np.int64], groups: Groups) -> npt.NDArray[np.int64]:
+        """(n,) how many IOCTX the command takes that begins with this one; 0: it is in one that began before."""
+        n, length = len(batch), batch["length"].astype(np.int64)
+        drive = np.minimum(batch["drive"], len(self.mdts) - 1)
+        follows = np.zeros(n, dtype=bool)
+        follows[1:] = (
+            (batch["offset"][1:] == batch["offset"][:-1] + batch["length"][:-1])
+            & (batch["operation"][1:] == batch["operation"][:-1])
+            & (batch["drive"][1:] == batch["drive"][:-1])
+            & (groups[1:] == groups[:-1])
+            & (batch["operation"][1:] != abi.FLUSH)
+            & (np.minimum(length[1:], length[:-1]) > 0)
+            & (np.maximum(pieces[1:], pieces[:-1]) == 1)
+            & (self._takes_lists[drive[1:]] | (batch["address"][1:] == batch["address"][:-1] + batch["length"][:-1]))
+        )
+        starts = np.flatnonzero(~follows)
+        run = np.cumsum(~follows) - 1
+        longest = np.maximum.reduceat(length, starts)
+        most = np.clip(self.mdts[drive[starts]] // np.maximum(longest, 1), 1, abi.JOINED)
+        first = np.flatnonzero((np.arange(n) - starts[run]) % most[run] == 0)
+        joined = np.zeros(n, dtype=np.int64)
+        joined[first] = np.diff(np.append(first, n))
+        return joined
 
     def split(self, batch: Batch) -> list[slice]:
         """Cut a batch into parts that each fit an IOCB. None of its IOCTX may have more than abi.PIECES sub-I/Os."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tutti_sglang.gio import abi
 from tutti_sglang.gio.controller import Service, SoftwareController
 from tutti_sglang.gio.queues import DriveQueues, Limits, Memory, QueuePairs, map_region, prp_table
-from tutti_sglang.gio.rings import BOUNDED, Batch, Budget, IocbRing
+from tutti_sglang.gio.rings import BOUNDED, Batch, Budget, IocbRing, Lists
 
 SEGMENTS = 2
 TWO_WORKERS = Service()
@@ -67,12 +67,15 @@ class GioRig:
         lists = memory.shared(table.nbytes)
         lists.view[: table.nbytes] = table.view(np.uint8).ravel()
         data = map_region(self.region.address, shape.memory, self.region.address + BUS, lists.address + BUS)
-        self.regions = np.concatenate([data, map_region(lists.address, lists.size, lists.address + BUS)])
+        sgls = memory.shared(Lists.size(shape.depth))
+        tables = [map_region(each.address, each.size, each.address + BUS) for each in (lists, sgls)]
+        self.regions = np.concatenate([data, *tables])
 
         blocks = SEGMENTS * shape.segment >> shape.block_shift
         self.limits = Limits(blocks, shape.first_block, 1, shape.block_shift, shape.mdts, shape.sgl)
         self.pairs = QueuePairs(memory, shape.pairs, shape.log_entries)
-        self.ring = IocbRing(shape.depth, memory, [DriveQueues(self.limits, self.pairs)], self.regions[:1])
+        drives, its_lists = [DriveQueues(self.limits, self.pairs)], Lists(sgls.address, sgls.address + BUS)
+        self.ring = IocbRing(shape.depth, memory, drives, self.regions[:1], its_lists)
         self.controller = SoftwareController(native, self.limits, self.pairs, shape.segment, service)
         for i in range(len(self.regions)):
             self.controller.map(self.regions[i : i + 1])
@@ -107,19 +110,23 @@ class GioRig:
         chosen = rng.permutation(np.flatnonzero(inside))
         return self.batch(offsets[chosen], sizes[chosen], operation, places[chosen])
 
-    def issue(self, batch: Batch, budget: Budget = BOUNDED, sms: int = 0) -> npt.NDArray[np.int64]:
-        """Fill as many IOCBs as the batch takes, and issue them together. Returns their ids."""
+    def issue(
+        self, batch: Batch, budget: Budget = BOUNDED, sms: int = 0, *, joined: bool = False
+    ) -> npt.NDArray[np.int64]:
+        """Fill as many IOCBs as the batch takes, and issue them together; `joined`: what lies side by side in a file is
+        one command. Returns their ids."""
+        files = batch["offset"] // np.uint64(self.shape.segment)
         parts = self.ring.split(batch)
         ids = self.ring.get_iocb(len(parts))
         assert ids is not None
         for iocb, part in zip(ids.tolist(), parts, strict=True):
-            self.ring.fill(iocb, batch[part], budget)
+            self.ring.fill(iocb, batch[part], budget, files[part] if joined else None)
         self.ring.issue_io(ids, sms)
         return ids
 
-    def run(self, batch: Batch, timeout: float = 60.0, sms: int = 0) -> npt.NDArray[np.int32]:
+    def run(self, batch: Batch, timeout: float = 60.0, sms: int = 0, *, joined: bool = False) -> npt.NDArray[np.int32]:
         """Issue, wait for the end, give the IOCBs back. (n,) results."""
-        ids = self.issue(batch, sms=sms)
+        ids = self.issue(batch, sms=sms, joined=joined)
         assert self.ring.wait_cqe(ids, timeout).all()
         results = np.concatenate([self.ring.results(iocb) for iocb in ids.tolist()])
         self.ring.release(ids)

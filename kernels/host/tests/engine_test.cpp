@@ -41,7 +41,7 @@ void eventually(const std::function<bool()> &holds) {
 /// An engine over scratch files, closed and freed at the end.
 class Scratch {
   public:
-    explicit Scratch(bool pool, const tutti_faults *faults = nullptr, std::uint32_t depth = 8) {
+    explicit Scratch(bool pool, const FaultPlan *faults = nullptr, std::uint32_t depth = 8) {
         staging.resize(1 << 20);
         const tutti_options options{kSegment, address(staging.data()), staging.size(), kMaxIo, depth, 4, pool, faults};
         engine = tutti_engine_open(&options);
@@ -87,7 +87,7 @@ std::vector<tutti_ioctx> pages(std::vector<char> &memory, std::uint32_t count, s
 
 /// Each thread writes and reads its own stripe of all files, and compares with what it wrote last.
 void threads_read_what_they_wrote(bool pool) {
-    const tutti_faults faults{seed, 0, ~0ull, nullptr, {0, 0, 3000, 0, 1000, 0}, 0xFFFF, 3, EIO, 200};
+    const FaultPlan faults{seed, 0, ~0ull, nullptr, {0, 0, 3000, 0, 1000, 0}, 0xFFFF, 3, EIO, 200};
     Scratch scratch(pool, &faults);
     constexpr unsigned threads = 4;
     constexpr std::uint64_t stripe = kSegment / threads;
@@ -123,7 +123,7 @@ void threads_read_what_they_wrote(bool pool) {
 
 /// Two threads write objects and read them through two lanes of memory each, whole and without their first tensor.
 void whole_objects_through_little_staging(bool pool) {
-    const tutti_faults faults{seed, 0, ~0ull, nullptr, {0, 0, 5000, 0, 500, 0}, 0xFFFF, 3, EIO, 200};
+    const FaultPlan faults{seed, 0, ~0ull, nullptr, {0, 0, 5000, 0, 500, 0}, 0xFFFF, 3, EIO, 200};
     Scratch scratch(pool, &faults);
     constexpr std::uint64_t count = 32, tensors = 2, step = 8, lanes = 2, tensor = 2 * kPage, size = tensors * tensor;
     // Geometry.packed: groups of 2 slots, cycle (0, 1), a period of 2 groups that puts a tensor of each on each drive.
@@ -197,7 +197,7 @@ void whole_objects_through_little_staging(bool pool) {
 }
 
 void a_bad_block_costs_its_own_context(bool pool) {
-    const tutti_faults faults{seed, 64 * kPage, 65 * kPage, nullptr, {kStalled, 0, 0, 0, 0, 0}, 0xFFFF, 3, EREMOTEIO, 0};
+    const FaultPlan faults{seed, 64 * kPage, 65 * kPage, nullptr, {kStalled, 0, 0, 0, 0, 0}, 0xFFFF, 3, EREMOTEIO, 0};
     Scratch scratch(pool, &faults);
     std::vector<char> memory(128 * kPage);
     std::vector<tutti_ioctx> batch;
@@ -227,7 +227,7 @@ std::size_t count(const std::vector<std::int32_t> &results, std::int32_t value) 
 /// A drive that answers only when the gate opens; `act` happens meanwhile and ends what has not started with `error`.
 void on_a_hung_drive(bool pool, std::int64_t deadline, std::int32_t error, const std::function<void(Scratch &, tutti_ticket *)> &act) {
     std::uint32_t gate = 0;
-    const tutti_faults faults{seed, 0, ~0ull, &gate, {0, 0, 0, 0, 0, kStalled}, 0, 1, EIO, 0};
+    const FaultPlan faults{seed, 0, ~0ull, &gate, {0, 0, 0, 0, 0, kStalled}, 0, 1, EIO, 0};
     std::vector<char> memory;
     const auto batch = pages(memory, 64, 0);
     Scratch scratch(pool, &faults, 4);
@@ -256,7 +256,7 @@ void hung_drives(bool pool) {
 
 void an_engine_is_freed_before_its_drive_answers(bool pool) {
     std::uint32_t gate = 0;
-    const tutti_faults faults{seed, 0, ~0ull, &gate, {0, 0, 0, 0, 0, kStalled}, 0, 1, EIO, 0};
+    const FaultPlan faults{seed, 0, ~0ull, &gate, {0, 0, 0, 0, 0, kStalled}, 0, 1, EIO, 0};
     std::vector<char> memory;
     const auto batch = pages(memory, 16, 0);
     const int fd = open((directory + "/0-0").c_str(), O_RDWR | O_CLOEXEC);
