@@ -13,6 +13,7 @@ import numpy as np
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from tutti_sglang.config import load_config
 from tutti_sglang.errors import StoreError
 from tutti_sglang.integration import hooks, live
 from tutti_sglang.integration.calls import Calls, guarded, key_bytes
@@ -54,14 +55,15 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
         self.forward_stream = forward_stream
         self.pools = device_pools(params.token_to_kv_pool_allocator.get_kvcache(), components)
         replicated = not self.pools[PoolName.KV].view.sharded
-        self._mover = choose_mover(self.pools.values())
+        storage = storage_config(params, extra_config or {}, replicated=replicated)
+        self._mover = choose_mover(
+            self.pools.values(), load_config(storage.extra_config or {}).config.engine, forward_stream
+        )
         load_hashing()
         self._ranks = Ranks(params)
         self._metrics = process_metrics()
         self._calls = Calls(self._metrics)
-        self._tier = Tier(
-            storage_config(params, extra_config or {}, replicated=replicated), generic=False, path="direct"
-        )
+        self._tier = Tier(storage, generic=False, path="direct")
         self._begin()
         live.add(self)
         preload = format_size(self._tier.config.preload) if self._tier.config.preload else "off"

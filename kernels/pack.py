@@ -68,34 +68,48 @@ def hnd(buffer: torch.Tensor) -> Paged:
 class Pack(ABC):
     """Moves tensors `first` … `first + count - 1` of the pool's T tensors for n pages.
 
-    `pages`: (n,) int64 page numbers; `dense`: (n, count) int64 addresses of the dense side, 8-byte aligned; both on the
-    pool's device. Returns (n, count, blocks) int64 block sums, which `checksum.finish` turns into tensor checksums;
-    `blocks` is that of the largest tensor, what a smaller one does not reach is 0.
+    `pages`: (n,) int64 page numbers; `dense`: (n, count) int64 addresses of the dense side, 8-byte aligned, perhaps
+    some columns of more; both on the pool's device. Returns (n, count, blocks) int64 block sums, which
+    `checksum.finish` turns into tensor checksums; `blocks` is that of the largest tensor, what a smaller one does not
+    reach is 0. Without `sums` there are none, which saves their memory.
     """
 
     def __init__(self, tensors: Sequence[Paged], device: torch.device | str) -> None:
         self._tensors = list(tensors)
         self._keys = torch.from_numpy(KEYS.view(np.int64).copy()).to(device)
 
-    def gather(self, pages: torch.Tensor, dense: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def gather(self, pages: torch.Tensor, dense: torch.Tensor, first: int = 0, *, sums: bool = True) -> torch.Tensor:
         """From the pool."""
-        return self._move(pages, dense, first, to_pool=False)
+        return self._move(pages, dense, first, to_pool=False, summed=sums)
 
-    def scatter(self, pages: torch.Tensor, dense: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def scatter(self, pages: torch.Tensor, dense: torch.Tensor, first: int = 0, *, sums: bool = True) -> torch.Tensor:
         """Into the pool."""
-        return self._move(pages, dense, first, to_pool=True)
+        return self._move(pages, dense, first, to_pool=True, summed=sums)
 
-    def _move(self, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool) -> torch.Tensor:
+    def _move(
+        self, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool, summed: bool
+    ) -> torch.Tensor:
         n, count = dense.shape
+        assert n < 2 or dense.stride(1) == 1
         blocks = max(-(-each.size // BLOCK) for each in self._tensors[first : first + count])
-        sums = torch.zeros((n, count, blocks), dtype=torch.int64, device=dense.device)
+        shape = (n, count, blocks if summed else 0)
+        sums = torch.zeros(shape, dtype=torch.int64, device=dense.device)
         if n:
-            self._fill(sums, pages, dense, first, to_pool=to_pool)
+            self._fill(sums, pages, dense, first, blocks, to_pool=to_pool)
         return sums
 
     @abstractmethod
-    def _fill(self, sums: torch.Tensor, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool) -> None:
-        """Move the bytes and fill in their sums."""
+    def _fill(
+        self,
+        sums: torch.Tensor,
+        pages: torch.Tensor,
+        dense: torch.Tensor,
+        first: int,
+        blocks: int,
+        *,
+        to_pool: bool,
+    ) -> None:
+        """Move the bytes and fill in their sums, if there is room for any."""
 
 
 class TritonPack(Pack):
@@ -108,9 +122,18 @@ class TritonPack(Pack):
         rows = [_row(each, self._word) for each in self._tensors]
         self._table = torch.tensor(rows, dtype=torch.int64, device=device)
 
-    def _fill(self, sums: torch.Tensor, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool) -> None:
-        _, count, blocks = sums.shape
-        _move_block[(sums.numel(),)](
+    def _fill(
+        self,
+        sums: torch.Tensor,
+        pages: torch.Tensor,
+        dense: torch.Tensor,
+        first: int,
+        blocks: int,
+        *,
+        to_pool: bool,
+    ) -> None:
+        n, count = dense.shape
+        _move_block[(n * count * blocks,)](
             self._table[first:],
             pages,
             dense,
@@ -118,6 +141,8 @@ class TritonPack(Pack):
             sums,
             count,
             blocks,
+            dense.stride(0),
+            SUMMED=sums.numel() > 0,
             TO_POOL=to_pool,
             CONTIGUOUS=self._contiguous,
             ELEMENT=_ELEMENTS[self._word],
@@ -134,13 +159,24 @@ class TorchPack(Pack):
         super().__init__(tensors, device)
         self._device = torch.device(device)
 
-    def _fill(self, sums: torch.Tensor, pages: torch.Tensor, dense: torch.Tensor, first: int, *, to_pool: bool) -> None:
+    def _fill(
+        self,
+        sums: torch.Tensor,
+        pages: torch.Tensor,
+        dense: torch.Tensor,
+        first: int,
+        blocks: int,
+        *,
+        to_pool: bool,
+    ) -> None:
         for i, page in enumerate(pages.tolist()):
             for t, tensor in enumerate(self._tensors[first : first + dense.shape[1]]):
                 rows = self._rows(tensor, page)
                 flat = self._bytes(int(dense[i, t]), tensor.size)
                 source, target = (flat.view(rows.shape), rows) if to_pool else (rows, flat.view(rows.shape))
                 target.copy_(source)
+                if not sums.numel():
+                    continue
                 found = self._sum(source.contiguous().view(-1))
                 sums[i, t, : len(found)] = found
 
@@ -211,6 +247,8 @@ def _move_block(  # type: ignore[no-untyped-def]  # noqa: PLR0913  (Triton reads
     sums,
     count,
     blocks,
+    dense_stride,
+    SUMMED: tl.constexpr,
     TO_POOL: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -229,7 +267,7 @@ def _move_block(  # type: ignore[no-untyped-def]  # noqa: PLR0913  (Triton reads
     if block * WORDS * per_word < elements:
         page = tl.load(pages + item // count)
         place = tl.load(row) + page * tl.load(row + 1)
-        start = tl.load(dense + item)
+        start = tl.load(dense + (item // count).to(tl.int64) * dense_stride + item % count)
         lane = tl.arange(0, WORDS)
         word = tl.zeros([WORDS], tl.int64)
         for part in tl.static_range(per_word):
@@ -255,6 +293,7 @@ def _move_block(  # type: ignore[no-untyped-def]  # noqa: PLR0913  (Triton reads
                 word = value
             else:
                 word |= (value.to(tl.int64) & ((1 << (8 * BYTES)) - 1)) << (8 * BYTES * part)
-        mixed = word ^ tl.load(keys + lane)
-        product = (mixed & 0xFFFFFFFF) * ((mixed >> 32) & 0xFFFFFFFF)
-        tl.store(sums + item * blocks + block, tl.sum(product + word, axis=0))
+        if SUMMED:
+            mixed = word ^ tl.load(keys + lane)
+            product = (mixed & 0xFFFFFFFF) * ((mixed >> 32) & 0xFFFFFFFF)
+            tl.store(sums + item * blocks + block, tl.sum(product + word, axis=0))

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tutti_sglang.integration.direct.movers import Mark, Mover, Slots
+from tutti_sglang.integration.direct.movers import Mark, Mover, Slots, Source
 from tutti_sglang.integration.direct.pools import DevicePool
 from tutti_sglang.integration.direct.room import Place
 from tutti_sglang.memory import Addresses
 from tutti_sglang.metrics import Metrics
-from tutti_sglang.store import Layers
+from tutti_sglang.store import Layers, Started
 
 LAYER_SECONDS = 60.0
 """A layer that takes longer has failed; until then nobody gives up what a drive may still deliver."""
@@ -52,7 +52,8 @@ class _Copy:
 
     pool: DevicePool
     slots: Slots
-    source: Addresses
+    source: Source
+    pages: int
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,15 @@ class _Read:
 
 
 class Batch:
-    """The loads of one forward pass. `ready`: layers that are in their slots, or on a stream on their way there."""
+    """The loads of one forward pass. `ready`: layers that are in their slots, or on a stream on their way there;
+    `times`: since when each is (time.monotonic())."""
 
     def __init__(self, loads: list[Load], layers: int) -> None:
         self.loads = loads
         self.ready = 0
         self.failed = False
         self.waited = 0.0
+        self.times: list[float] = []
         self._layers = layers
         self._marks: list[list[Mark]] = [[] for _ in range(layers)]
         self._changed = threading.Condition()
@@ -80,6 +83,7 @@ class Batch:
         """One more layer is under way."""
         with self._changed:
             self._marks[self.ready] = marks
+            self.times.append(time.monotonic())
             self.ready += 1
             self._changed.notify_all()
 
@@ -119,6 +123,10 @@ class LayerCounter:
         index, self._next = self._next, self._next + 1
         self._batches[index] = batch
         return index
+
+    def batch(self, index: int) -> Batch | None:
+        """The batch under this index, until it is finished."""
+        return self._batches.get(index)
 
     def set_consumer(self, index: int) -> None:
         """The next forward pass is that of this batch."""
@@ -171,8 +179,9 @@ class Loader:
         return batch
 
     def _start(self, batch: Batch) -> None:
+        self._mover.begin()
         copies, reads = self._plan(batch.loads)
-        self._metrics.add("tutti_load_pages", sum(len(each.source) for each in copies), source="staged")
+        self._metrics.add("tutti_load_pages", sum(each.pages for each in copies), source="staged")
         self._metrics.add("tutti_load_pages", sum(len(each.rows) for each in reads), source="drive")
         if self._mover.asynchronous and not reads:
             self._move(batch, copies, reads)
@@ -224,7 +233,8 @@ class Loader:
                     [_of(part, np.array([place is not None for place in part.places])) for part in parts]
                 )
                 slots = self._mover.slots(parts[0].pool, indices, len(places))
-                copies.append(_Copy(parts[0].pool, slots, np.stack([place.row for place in places])))
+                source = self._mover.source(np.stack([place.row for place in places]))
+                copies.append(_Copy(parts[0].pool, slots, source, len(places)))
         return copies, reads
 
     def _read_of(self, part: Part) -> _Read:
@@ -241,19 +251,28 @@ class Loader:
                 self._report(error)
                 task[0].fail()
 
+    def _begin(self, reads: list[_Read]) -> list[list[tuple[_Read, Started | None]]]:
+        """Start all reads of all layers, in their order, where drives reach the slots. (layers,) what is to end."""
+        start = time.monotonic()
+        return [
+            [
+                (read, read.layers.begin(tensors, read.rows[:, tensors], start + (layer + 1) * LAYER_SECONDS))
+                for read in reads
+                if (tensors := _tensors(read.pool, layer)) is not None
+            ]
+            for layer in range(self._layers)
+        ]
+
     def _move(self, batch: Batch, copies: list[_Copy], reads: list[_Read]) -> None:
-        good = True
+        good, begun = True, self._begin(reads)
         for layer in range(self._layers):
             marks = [
-                self._mover.put(each.pool, each.slots, tensors, each.source[:, tensors])
+                self._mover.put(each.pool, each.slots, tensors, each.source)
                 for each in copies
                 if (tensors := _tensors(each.pool, layer)) is not None
             ]
-            for read in reads:
-                tensors = _tensors(read.pool, layer)
-                if good and tensors is not None:
-                    deadline = time.monotonic() + LAYER_SECONDS
-                    good = bool(read.layers.read(tensors, read.rows[:, tensors], deadline).all())
+            for read, ahead in begun[layer]:
+                good = good and bool(read.layers.end(ahead).all())
             if layer == self._layers - 1:
                 good = all(bool(read.layers.close().all()) for read in reads) and good
                 batch.failed = not good

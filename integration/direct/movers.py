@@ -8,15 +8,22 @@ launched; of any other, a thread waits for the copies, layer by layer.
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tutti_sglang import memory
 from tutti_sglang.errors import UnsupportedError
 from tutti_sglang.integration.direct.pools import DevicePool, is_reachable
-from tutti_sglang.memory import Addresses
+from tutti_sglang.kernels import streams
+from tutti_sglang.kernels.pack import Paged
+from tutti_sglang.memory import Addresses, Region
+from tutti_sglang.units import align_up
 
 Slots = Any
 """The pages of a pool in the mover's own form, made once for a load."""
+
+Source = Any
+"""Addresses of host memory in the mover's own form, made once for a load."""
 
 
 class Mark(Protocol):
@@ -38,7 +45,11 @@ class Mover(Protocol):
     """Whether the CPU, and so a copy out of a read, reaches the slots by their addresses."""
 
     def register(self, address: int, size: int) -> None:
-        """Host memory that `put` and `take` will be given. Before its first use, on any thread."""
+        """Host memory that `put` and `take` will be given. Before its first use. EngineError when it cannot be had."""
+
+    def begin(self) -> None:
+        """A load begins: its slots may have been others' until now, whose kernels are on the streams that SGLang uses.
+        On the scheduler thread."""
 
     def slots(self, pool: DevicePool, indices: torch.Tensor, pages: int) -> Slots:
         """Token slots of `pages` whole pages, as SGLang's allocator gave them. On the scheduler thread."""
@@ -46,11 +57,14 @@ class Mover(Protocol):
     def rows(self, pool: DevicePool, slots: Slots) -> Addresses:
         """(n, T) addresses of the pages' tensors. Only if it `reaches` them; else all goes through host memory."""
 
-    def put(self, pool: DevicePool, slots: Slots, tensors: slice, source: Addresses) -> Mark:
-        """Host memory → slots; `source`: (n, t) addresses, which stay as they are until the mark is done."""
+    def source(self, rows: Addresses) -> Source:
+        """(n, T) addresses for `put`. After `begin`."""
 
-    def take(self, pool: DevicePool, slots: Slots, tensors: slice, target: Addresses) -> None:
-        """Slots → host memory, (n, t) addresses. Returns when the bytes are there."""
+    def put(self, pool: DevicePool, slots: Slots, tensors: slice, source: Source) -> Mark:
+        """Host memory → slots. The memory stays as it is until the mark is done."""
+
+    def take(self, pool: DevicePool, indices: torch.Tensor, target: Addresses) -> None:
+        """Whole pages → host memory, (n, T) addresses. Returns when the bytes are there. On the offload thread."""
 
 
 class _Done:
@@ -74,6 +88,13 @@ class HostMover:
     def register(self, address: int, size: int) -> None:
         """Nothing: it is memory like any other."""
 
+    def begin(self) -> None:
+        """Nothing: what SGLang computes on the CPU is over when it calls."""
+
+    def source(self, rows: Addresses) -> Source:
+        """As they are."""
+        return rows
+
     def slots(self, pool: DevicePool, indices: torch.Tensor, pages: int) -> Slots:
         """(n,) page numbers."""
         return pool.view.numbers(indices, pages)
@@ -82,25 +103,103 @@ class HostMover:
         """(n, T) addresses."""
         return pool.view.maps[0].rows(slots)
 
-    def put(self, pool: DevicePool, slots: Slots, tensors: slice, source: Addresses) -> Mark:
+    def put(self, pool: DevicePool, slots: Slots, tensors: slice, source: Source) -> Mark:
         """One copy."""
         if len(slots):
             rows = pool.view.maps[0].rows(slots)[:, tensors]
-            memory.copy_rows(rows, source, pool.view.maps[0].sizes[tensors])
+            memory.copy_rows(rows, source[:, tensors], pool.view.maps[0].sizes[tensors])
         return DONE
 
-    def take(self, pool: DevicePool, slots: Slots, tensors: slice, target: Addresses) -> None:
+    def take(self, pool: DevicePool, indices: torch.Tensor, target: Addresses) -> None:
         """One copy."""
-        if len(slots):
-            rows = pool.view.maps[0].rows(slots)[:, tensors]
-            memory.copy_rows(target, rows, pool.view.maps[0].sizes[tensors])
+        if len(target):
+            rows = pool.view.maps[0].rows(pool.view.numbers(indices, len(target)))
+            memory.copy_rows(target, rows, pool.view.maps[0].sizes)
 
 
-def choose_mover(pools: Iterable[DevicePool]) -> Mover:
-    """The best mover for these pools on this machine. UnsupportedError says what is missing."""
+class GioMover(HostMover):
+    """The same memory, into which drives write what is not staged: by NVMe commands of gio_uring's protocol."""
+
+    name = "gio (drives write into the pool's slots; staged pages are copied)"
+
+
+class StreamMover:
+    """Pools in device memory, and pinned host memory that its kernels read and write: one launch for each layer of all
+    pages, on a stream of its own, with an event behind it that the forward pass waits for."""
+
+    asynchronous = True
+    reaches = False
+
+    def __init__(self, pools: Iterable[DevicePool], device: torch.device, forward_stream: Any = None) -> None:
+        """EngineError when what it is made of does not work here."""
+        self.name = f"stream ({device}: pinned host memory, one kernel for each layer)"
+        self._device, self._forward = device, forward_stream
+        self._loads, self._offloads = streams.PoolStream(device), streams.PoolStream(device)
+        self._packs = {pool.name: self._loads.pack(_paged(pool)) for pool in pools}
+        for pool in pools:
+            self._try(pool)
+
+    def register(self, address: int, size: int) -> None:
+        """Pin it."""
+        streams.register(self._device, address, size)
+
+    def begin(self) -> None:
+        """Copies come after all that SGLang has enqueued."""
+        self._loads.follow(self._forward)
+
+    def slots(self, pool: DevicePool, indices: torch.Tensor, pages: int) -> Slots:
+        """(n,) page numbers on the device."""
+        return self._loads.pages(indices, pool.view.page_size)
+
+    def rows(self, pool: DevicePool, slots: Slots) -> Addresses:
+        """There are none."""
+        raise AssertionError("the CPU does not reach the slots")
+
+    def source(self, rows: Addresses) -> Source:
+        """(n, T) on the device."""
+        return self._loads.upload(rows)
+
+    def put(self, pool: DevicePool, slots: Slots, tensors: slice, source: Source) -> Mark:
+        """One launch."""
+        return self._loads.scatter(self._packs[pool.name], slots, tensors, source)
+
+    def take(self, pool: DevicePool, indices: torch.Tensor, target: Addresses) -> None:
+        """One launch, waited for."""
+        stream = self._offloads
+        pages = stream.pages(indices, pool.view.page_size)
+        stream.gather(self._packs[pool.name], pages, stream.upload(target))
+
+    def _try(self, pool: DevicePool) -> None:
+        sizes = np.array(pool.view.maps[0].sizes)
+        strides = np.array([align_up(size, 64) for size in sizes.tolist()])
+        offsets, page = np.cumsum(strides) - strides, int(strides.sum())
+        region = Region(2 * page)
+        self.register(region.address, region.size)
+        rows = np.uint64(region.address) + np.array([[0], [page]], dtype=np.uint64) + offsets.astype(np.uint64)
+        streams.check(self._loads, self._packs[pool.name], rows, sizes)
+        streams.unregister(self._device, region.address)
+        region.close()
+
+
+def _paged(pool: DevicePool) -> list[Paged]:
+    """A page's tensors, each one piece of memory, whatever the order of tokens and heads in it."""
+    page_map = pool.view.maps[0]
+    return [
+        Paged(base, stride, 1, 0, 1, 0, size)
+        for base, stride, size in zip(page_map.base, page_map.stride, page_map.sizes, strict=True)
+    ]
+
+
+def choose_mover(pools: Iterable[DevicePool], engine: str, forward_stream: Any = None) -> Mover:
+    """The best mover for these pools on this machine; `engine`: the setting. UnsupportedError says what is missing,
+    EngineError what does not work."""
+    pools = list(pools)
     if all(map(is_reachable, pools)):
-        return HostMover()
+        return GioMover() if engine == "gio" else HostMover()
+    devices = {buffer.device for pool in pools for buffer in pool.view.buffers}
+    if len(devices) == 1 and (device := devices.pop()).type == "cuda":
+        return StreamMover(pools, device, forward_stream)
     raise UnsupportedError(
-        "The direct path has no mover for device memory in this version",
+        f"The direct path has no mover for memory of {', '.join(sorted(map(str, devices)))}",
         'Set "path": "host" in the extra config',
     )

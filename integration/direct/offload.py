@@ -133,17 +133,17 @@ class Offloader:
 
     def _write(self, part: Pages, pool: StoredPool, which: Any, depth: int) -> Found:
         chosen = part.indices.reshape(len(part.keys), -1)[torch.from_numpy(which).to(part.indices.device)].reshape(-1)
-        slots = self._mover.slots(part.pool, chosen, len(which))
         keys = key_bytes([part.keys[each] for each in which.tolist()])
         deadline = time.monotonic() + WRITE_SECONDS
         if self._mover.reaches:
+            slots = self._mover.slots(part.pool, chosen, len(which))
             return pool.write(keys, self._mover.rows(part.pool, slots), deadline, depth)
         assert self._room is not None
         span = self._room.take(len(which), pool.view.maps[0].sizes)
         if span is None:
             return np.zeros(len(which), np.bool_)
         try:
-            self._mover.take(part.pool, slots, slice(None), span.rows)
+            self._mover.take(part.pool, chosen, span.rows)
             return pool.write(keys, span.rows, deadline, depth)
         finally:
             self._room.give([Place(span, index) for index in range(len(which))])

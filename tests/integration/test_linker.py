@@ -1,5 +1,6 @@
 """The linker on a real store with real device pools: what SGLang's scheduler asks of it, and gets."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -33,19 +35,34 @@ from tests.integration.linkers import (
 )
 from tests.store.kit import eventually
 from tutti_sglang.errors import UnsupportedError
+from tutti_sglang.integration import linker as linker_module
+from tutti_sglang.integration.direct.movers import StreamMover
 from tutti_sglang.integration.linker import TuttiLinker
+from tutti_sglang.kernels import gio_native
 
 Open = Callable[..., TuttiLinker]
 FROM, TO = [3, 9, 4, 5], [20, 11, 12, 30]
 
 
-@pytest.fixture
-def opened(disk: Path) -> Iterator[Open]:
-    """Linkers on one store; closed at the end."""
+def _stream_mover(pools: Any, engine: str, forward_stream: Any) -> StreamMover:
+    return StreamMover(list(pools), torch.device("cpu"), forward_stream)
+
+
+@pytest.fixture(params=["host", "gio", "stream"])
+def opened(disk: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """Linkers on one store; closed at the end. With `gio` drives write into the slots; with `stream` the CPU stands in
+    for a device whose memory only its kernels reach."""
+    if request.param == "gio" and gio_native.library() is None:
+        pytest.skip("the gio engine's native library was not built")
+    if request.param == "stream":
+        monkeypatch.setattr(linker_module, "choose_mover", _stream_mover)
     made: list[TuttiLinker] = []
 
     def open_one(pool: Any, components: Any = FULL, **extra: Any) -> TuttiLinker:
-        made.append(make(pool, disk / "store", components, **extra))
+        if request.param == "stream" and extra.get("preload") == 0:
+            pytest.skip("nothing can be loaded by this mover without memory for it")
+        engine = "gio" if request.param == "gio" else "auto"
+        made.append(make(pool, disk / "store", components, **({"engine": engine} | extra)))
         return made[-1]
 
     yield open_one
@@ -313,6 +330,24 @@ def test_a_load_that_fails_in_the_forward_pass_is_told_and_leaves_the_store_clea
     assert forward(linker), "a batch that failed does not touch the next one"
 
 
+def test_with_gio_pages_that_are_not_staged_come_straight_into_their_slots(disk: Path) -> None:
+    pool = mha()
+    fill(pool, 1)
+    want = content(pool, FROM)
+    with contextlib.closing(make(pool, disk / "store", engine="gio", preload=0)) as first:
+        assert first._mover.name.startswith("gio")
+        assert offload(first, keys(4), FROM)
+    fill(pool, 2)
+    with contextlib.closing(make(pool, disk / "store", engine="gio", preload=0)) as linker:
+        request = Request(linker, "r", keys(4))
+        assert request.lookup() == 4
+        assert request.load(kv=TO)
+        before = linker._tier.store._parts.staging.high_water
+        assert forward(linker)
+        assert linker._tier.store._parts.staging.high_water == before
+        assert same(content(pool, TO), want)
+
+
 def test_no_copy_is_under_way_when_finish_returns(opened: Open) -> None:
     pool = mha()
     fill(pool, 1)
@@ -334,6 +369,8 @@ def test_slots_that_are_no_pages_of_the_pool_fail_the_load_and_nothing_else(open
     pool = mha(pages=40)
     fill(pool, 1)
     linker = opened(pool)
+    if not linker._mover.reaches:
+        pytest.skip("the slots of a device are not looked at from the host, which would have to wait for them")
     assert offload(linker, keys(4), FROM)
     request = Request(linker, "r", keys(4)).arrive()
     assert admitted(linker, "r")

@@ -105,8 +105,10 @@ def test_the_kernel_compiles_for_each_generation_and_spills_nothing(arch: int, w
 
     names = inspect.getfullargspec(pack._move_block.fn).args
     signature = {name: "constexpr" for name in names if name.isupper()}
-    signature |= {"count": "i32", "blocks": "i32"} | dict.fromkeys(["table", "pages", "dense", "keys", "sums"], "*i64")
-    chosen = {"TO_POOL": True, "CONTIGUOUS": False, "BYTES": word, "ELEMENT": pack._ELEMENTS[word]}
+    signature |= {"count": "i32", "blocks": "i32", "dense_stride": "i32"} | dict.fromkeys(
+        ["table", "pages", "dense", "keys", "sums"], "*i64"
+    )
+    chosen = {"SUMMED": True, "TO_POOL": True, "CONTIGUOUS": False, "BYTES": word, "ELEMENT": pack._ELEMENTS[word]}
     chosen |= {"FIELDS": pack._FIELDS, "WORDS": checksum.WORDS}
     built = compile(ASTSource(pack._move_block, signature, chosen), target=GPUTarget("cuda", arch, 32))
     assert built.asm["cubin"]

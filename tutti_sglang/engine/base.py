@@ -2,7 +2,11 @@
 
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from tutti_sglang.engine.batch import Batch, IoClass, Results, Ticket
+from tutti_sglang.memory import Addresses
 
 
 @runtime_checkable
@@ -39,3 +43,11 @@ class Engine(Protocol):
     def close(self, timeout: float) -> bool:
         """Drain for at most `timeout` seconds, then end what has not started with -ECANCELED, and stop. False when I/O
         is still in flight: its memory must stay mapped. Idempotent."""
+
+
+@runtime_checkable
+class Straight(Protocol):
+    """An engine that can read into memory beside staging, where the bytes are wanted in the end."""
+
+    def reaches(self, rows: Addresses, sizes: npt.NDArray[np.int64]) -> bool:
+        """Whether IOCTX may name these (n, t) addresses, for (t,) bytes each."""

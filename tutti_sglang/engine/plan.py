@@ -68,12 +68,18 @@ def plan(objects: Objects, base: Addresses, operation: Operation, klass: IoClass
 
     `base`: (n,) where each object starts in staging.
     """
+    rows = tensor_addresses(base, objects.strides) if len(base) else np.empty((0, len(objects.tensors)), np.uint64)
+    return plan_rows(objects, rows, operation, klass)
+
+
+def plan_rows(objects: Objects, rows: Addresses, operation: Operation, klass: IoClass) -> Batch:
+    """The same for tensors that lie at (n, t) `rows`."""
     batch = np.zeros((len(objects.places), len(objects.tensors)), dtype=IOCTX_DTYPE)
     for place, (segment, geometry) in enumerate(zip(objects.segments.tolist(), objects.geometries, strict=True)):
         mine = np.flatnonzero(objects.places == place)
         drives, offsets = geometry.locate(objects.numbers[mine])
         part = np.zeros((len(mine), len(objects.tensors)), dtype=IOCTX_DTYPE)
-        part["address"] = tensor_addresses(base[mine], objects.strides)
+        part["address"] = rows[mine]
         part["offset"] = offsets[:, objects.tensors].astype(np.uint64) + np.uint64(segment * geometry.segment_size)
         part["length"] = objects.strides
         part["drive"] = drives[:, objects.tensors]

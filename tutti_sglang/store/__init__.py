@@ -1,8 +1,19 @@
 """WHAT lies WHERE: namespaces, index, segments, eviction and the object store on top of them."""
 
-from tutti_sglang.store.layers import Layers
+from tutti_sglang.store.layers import Layers, Started
 from tutti_sglang.store.namespace import Namespace
 from tutti_sglang.store.objects import ABSENT, HERE, PEER, ObjectStore, Places, StoreStats
 from tutti_sglang.store.verify import VerifyReport
 
-__all__ = ["ABSENT", "HERE", "PEER", "Layers", "Namespace", "ObjectStore", "Places", "StoreStats", "VerifyReport"]
+__all__ = [
+    "ABSENT",
+    "HERE",
+    "PEER",
+    "Layers",
+    "Namespace",
+    "ObjectStore",
+    "Places",
+    "Started",
+    "StoreStats",
+    "VerifyReport",
+]

@@ -6,7 +6,9 @@ checksum, whose row the index vouches for by its root.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +20,24 @@ from tutti_sglang.memory import Addresses
 from tutti_sglang.store.keys import marks, some, split
 from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, LATE, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.reader import Reader, Request
+from tutti_sglang.store.reader import TRANSIENT, Reader, Request
 from tutti_sglang.store.sight import Flags, Sight, look
 from tutti_sglang.store.slots import numbers_of, segments_in, segments_of
 from tutti_sglang.store.space import Space
+from tutti_sglang.store.straight import Begun, StraightReads
 
 Judge = Callable[[Space, bytes, Sight, Codes], None]
+
+
+@dataclass(eq=False)
+class Started:
+    """A read of some tensors: `which` objects come from the drives by `request`; `begun`: it is under way already."""
+
+    tensors: slice
+    rows: Addresses
+    which: npt.NDArray[np.int64]
+    request: Request
+    begun: Begun | None
 
 
 class LayerReads:
@@ -33,7 +47,8 @@ class LayerReads:
     def __init__(self, parts: Parts, space: Space, keys: bytes, judge: Judge) -> None:
         """StoreError, OSError."""
         self._parts, self._space, self._keys, self._judge = parts, space, keys, judge
-        self._reader = Reader(parts, parts.verifying)
+        self._reader, self._straight = Reader(parts, parts.verifying), StraightReads(parts)
+        self._ahead: list[Started] = []
         self._held = contextlib.ExitStack()
         self._closed = False
         try:
@@ -74,36 +89,64 @@ class LayerReads:
         roots = self._sight.records["root"][which] ^ marks(self._space.id, some(self._keys, which))
         self._fail(which[(checksum.roots(self._sums[which]) != roots) & self.found[which]], CORRUPT)
 
-    def read(self, tensors: slice, rows: Addresses, deadline: float, klass: IoClass = IoClass.DEMAND) -> Flags:
+    def read(self, tensors: slice, rows: Addresses, deadline: float) -> Flags:
         """(n,) whether those tensors of the object lie in its rows ((n, t) addresses) now, as they were put. No row is
         written after this returned."""
-        here = np.flatnonzero(self.found & self._accepted.any(axis=1))
-        sizes = self._space.sizes[tensors]
-        if len(here):
-            memory.copy_rows(rows[here], self._accepted[here, tensors], sizes)
+        return self.end(self.begin(tensors, rows, deadline))
+
+    def begin(self, tensors: slice, rows: Addresses, deadline: float) -> Started:
+        """Start such a read where the drives reach the rows; elsewhere `end` does all of it."""
         there = np.flatnonzero(self.found & ~self._accepted.any(axis=1))
-        if len(there):
-            request = Request(
-                self._space,
-                self._sight.slots[there],
-                checksum.roots(self._sums[there][:, tensors]),
-                rows[there],
-                self._geometries,
-                klass,
-                deadline,
-                np.arange(len(self._space.sizes))[tensors],
-            )
-            codes = self._reader.read(request)
-            for code in np.unique(codes[codes != GOOD]).tolist():
-                self._fail(there[codes == code], code)
+        request = Request(
+            self._space,
+            self._sight.slots[there],
+            checksum.roots(self._sums[there][:, tensors]),
+            rows[there],
+            self._geometries,
+            IoClass.DEMAND,
+            deadline,
+            np.arange(len(self._space.sizes))[tensors],
+        )
+        begun = self._straight.begin(request) if self._straight.reach(request) else None
+        ahead = Started(tensors, rows, there, request, begun)
+        if begun:
+            self._ahead.append(ahead)
+        return ahead
+
+    def end(self, ahead: Started) -> Flags:
+        """As `read`."""
+        here = np.flatnonzero(self.found & self._accepted.any(axis=1))
+        sizes = self._space.sizes[ahead.tensors]
+        if len(here):
+            memory.copy_rows(ahead.rows[here], self._accepted[here, ahead.tensors], sizes)
+        codes = self._end(ahead)
+        for code in np.unique(codes[codes != GOOD]).tolist():
+            self._fail(ahead.which[codes == code], code)
         delivered = int(self.found.sum())
         self._parts.metrics.add("tutti_bytes", delivered * int(sizes.sum()), op="read")
         return self.found.copy()
 
+    def _end(self, ahead: Started) -> Codes:
+        if not ahead.begun:
+            return self._reader.read(ahead.request)
+        self._ahead.remove(ahead)
+        codes = self._straight.end(ahead.begun)
+        again = np.flatnonzero(np.isin(codes, TRANSIENT))  # by way of staging, which every drive reaches
+        if len(again):
+            codes[again] = self._reader.read(ahead.request.some(again))
+        return codes
+
     def close(self) -> Flags:
-        """Give slots and files back; (n,) whether all that was read of the object was its own. Idempotent."""
+        """Give slots and files back; (n,) whether all that was read of the object was its own. Waits for what was begun
+        and did not end. Idempotent."""
         if not self._closed:
             self._closed = True
+            for each in self._ahead:
+                assert each.begun
+                self._straight.cancel(each.begun)
+            for each in [*self._ahead]:
+                bad = each.which[self._end(each) != GOOD]
+                self._fail(bad[self._codes[bad] == GOOD], LATE)  # the first reason counts
             self._judge_all(np.flatnonzero(~self._accepted.any(axis=1)))
             self._held.close()
         return self.found.copy()
@@ -127,7 +170,7 @@ class LayerReads:
 class Layers:
     """Objects that are being read by tensors, see ObjectStore.layers. For one thread; no call raises."""
 
-    def __init__(self, guard: Callable[..., Flags], reads: LayerReads | None, objects: int) -> None:
+    def __init__(self, guard: Callable[..., Any], reads: LayerReads | None, objects: int) -> None:
         self._guard, self._reads = guard, reads
         self._none = np.zeros(objects, dtype=np.bool_)
 
@@ -141,6 +184,17 @@ class Layers:
         written after this returned."""
         reads = self._reads
         return self._guard("layers", lambda: reads.read(tensors, rows, deadline), self._none) if reads else self._none
+
+    def begin(self, tensors: slice, rows: Addresses, deadline: float) -> Started | None:
+        """Start such a read, if the drives reach the rows: they may be written from now on, until `end`."""
+        reads = self._reads
+        return self._guard("layers", lambda: reads.begin(tensors, rows, deadline), None) if reads else None
+
+    def end(self, ahead: Started | None) -> Flags:
+        """As `read`, of what was begun; None: of nothing."""
+        reads = self._reads
+        found: Flags = self._guard("layers", lambda: reads.end(ahead), self._none) if reads and ahead else self._none
+        return found
 
     def close(self) -> Flags:
         """Give the slots back; (n,) whether all that was read of the object was its own bytes. Idempotent."""

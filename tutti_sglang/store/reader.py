@@ -29,7 +29,7 @@ PIECE = 2 << 20, 8 << 20
 AHEAD_SECONDS = 0.05
 """For so long after a call no write starts where its successor is being read."""
 
-_TRANSIENT = [errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EINVAL]
+TRANSIENT = [errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EINVAL]
 """Worth one more attempt within the same call."""
 
 _Which = npt.NDArray[np.int64]
@@ -86,7 +86,7 @@ class Reader:
         """(n,) GOOD where the object is in its rows, else an errno. No row is written after this returned. `then`: what
         is likely to be asked for next; its rows do not matter."""
         found = self._attempt(request, then)
-        again = np.flatnonzero(np.isin(found, _TRANSIENT))
+        again = np.flatnonzero(np.isin(found, TRANSIENT))
         if len(again) and time.monotonic() < request.deadline:
             found[again] = self._attempt(request.some(again), None)
         return found
