@@ -398,3 +398,16 @@ def test_caches_are_compared_in_one_report(tmp_path: Path) -> None:
     assert all("nixl" in note for note in run.notes)
     assert "GB/s" in run.contenders["with"]
     assert (tmp_path / "c.svg").exists()
+
+
+def test_preload_runs_and_draws_its_loads(tmp_path: Path) -> None:
+    sizes = ["--requests", "2", "--pages", "2", "--layers", "3", "--layer-ms", "1", "--rounds", "1"]
+    drawn = tmp_path / "loads.svg"
+    more = ["--directory", str(tmp_path), "--picture", str(drawn)]
+    run = _run("preload", *sizes, *more, json=tmp_path / "run.json")
+    assert [(row["mode"], row["number"]) for row in run.rows] == [
+        (mode, number) for mode in ("preload", "no preload") for number in (0, 1)
+    ]
+    assert all(row["ttft"] > 0.003 for row in run.rows)
+    assert drawn.read_text().count("<rect") == 1 + 4 * 3
+    assert not list(tmp_path.glob("tutti-bench-*")), "a scratch store was left"
