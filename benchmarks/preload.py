@@ -116,12 +116,13 @@ def store_all(world: World, linker: Any, requests: int) -> None:
 
 
 def serve(world: World, linker: Any, options: argparse.Namespace) -> list[Load]:
-    """All requests arrive at once and are served one after the other, each when its pages are there."""
+    """All requests arrive at once, behind other work, and are served one after the other when their pages are there."""
     arrival, queue = time.monotonic(), list(range(options.requests))
     for request in queue:
         with linker.arriving(str(request)):
             linker.lookup(str(request), world.transfers(request))
         linker.arrive(str(request), 0)
+    world.compute(options.busy_ms / 1e3)  # what they wait for
     loads = []
     while queue:
         held = linker.held([str(request) for request in queue])
@@ -176,14 +177,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--pages", type=int, default=16, help=f"of {PAGE} tokens, of each prompt")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--layer-ms", type=float, default=20.0, help="that the forward pass takes for a layer")
+    parser.add_argument("--layer-ms", type=float, default=10.0, help="that the forward pass takes for a layer")
+    parser.add_argument("--busy-ms", type=float, default=1000.0, help="that the device is busy when they arrive")
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=Path("/var/tmp"), help="a directory on the drive")
     parser.add_argument("--picture", type=Path, help="an SVG of one request of each mode, in the last round")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="tutti-bench-", dir=options.directory))
-    names = ("requests", "pages", "layers", "layer_ms", "engine", "rounds")
+    names = ("requests", "pages", "layers", "layer_ms", "busy_ms", "engine", "rounds")
     run = report.Report("preload", report.machine(folder), {name: getattr(options, name) for name in names})
     run.head()
     try:

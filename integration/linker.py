@@ -24,9 +24,8 @@ from tutti_sglang.integration.direct.offload import Offloader, Pages
 from tutti_sglang.integration.direct.pools import device_pools
 from tutti_sglang.integration.direct.preload import Preloader
 from tutti_sglang.integration.direct.room import Room
-from tutti_sglang.integration.direct.setup import Ranks, refuse, storage_config
+from tutti_sglang.integration.direct.setup import Ranks, open_together, refuse, storage_config
 from tutti_sglang.integration.hashing import load_hashing
-from tutti_sglang.integration.tier import Tier
 from tutti_sglang.metrics import process_metrics
 from tutti_sglang.units import format_size
 
@@ -63,7 +62,7 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
         self._ranks = Ranks(params)
         self._metrics = process_metrics()
         self._calls = Calls(self._metrics)
-        self._tier = Tier(storage, generic=False, path="direct")
+        self._tier = open_together(storage, CLOSE_SECONDS)
         self._begin()
         live.add(self)
         preload = format_size(self._tier.config.preload) if self._tier.config.preload else "off"

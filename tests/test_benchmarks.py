@@ -401,7 +401,7 @@ def test_caches_are_compared_in_one_report(tmp_path: Path) -> None:
 
 
 def test_preload_runs_and_draws_its_loads(tmp_path: Path) -> None:
-    sizes = ["--requests", "2", "--pages", "2", "--layers", "3", "--layer-ms", "1", "--rounds", "1"]
+    sizes = ["--requests", "2", "--pages", "2", "--layers", "3", "--layer-ms", "1", "--busy-ms", "1", "--rounds", "1"]
     drawn = tmp_path / "loads.svg"
     more = ["--directory", str(tmp_path), "--picture", str(drawn)]
     run = _run("preload", *sizes, *more, json=tmp_path / "run.json")

@@ -14,7 +14,7 @@ import torch
 from tutti_sglang import memory
 from tutti_sglang.errors import UnsupportedError
 from tutti_sglang.integration.direct.pools import DevicePool, is_reachable
-from tutti_sglang.kernels import streams
+from tutti_sglang.kernels import gds, streams
 from tutti_sglang.kernels.pack import Paged
 from tutti_sglang.memory import Addresses, Region
 from tutti_sglang.units import align_up
@@ -132,12 +132,17 @@ class StreamMover:
 
     def __init__(self, pools: Iterable[DevicePool], device: torch.device, forward_stream: Any = None) -> None:
         """EngineError when what it is made of does not work here."""
-        self.name = f"stream ({device}: pinned host memory, one kernel for each layer)"
+        self.name = f"stream ({device}: pinned host memory, one kernel for each layer){_beside(device)}"
         self._device, self._forward = device, forward_stream
         self._loads, self._offloads = streams.PoolStream(device), streams.PoolStream(device)
         self._packs = {pool.name: self._loads.pack(_paged(pool)) for pool in pools}
         for pool in pools:
             self._try(pool)
+
+    @staticmethod
+    def device_bytes(pages: int, tensors: int) -> int:
+        """Of a load of so many pages of so many tensors, until its copies are over: page numbers and addresses."""
+        return 8 * pages * (1 + tensors)
 
     def register(self, address: int, size: int) -> None:
         """Pin it."""
@@ -179,6 +184,14 @@ class StreamMover:
         streams.check(self._loads, self._packs[pool.name], rows, sizes)
         streams.unregister(self._device, region.address)
         region.close()
+
+
+def _beside(device: torch.device) -> str:
+    """Why drives do not write into the device's memory themselves."""
+    if device.type != "cuda":
+        return ""
+    found = gds.probe()
+    return f"; GPUDirect Storage is not used by this version, and would be {found.mode} here {found.reason}".rstrip()
 
 
 def _paged(pool: DevicePool) -> list[Paged]:

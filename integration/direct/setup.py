@@ -1,13 +1,18 @@
 """What the direct path is started with: SGLang's parameters turned into those of the tier, and what is refused."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import get_model, get_parallel
 
 from tutti_sglang.errors import UnsupportedError
+from tutti_sglang.integration.ranks import START_SECONDS, Attempt
+from tutti_sglang.integration.tier import Tier
+from tutti_sglang.integration.writers import Place, must_write
 
 
 class Ranks:
@@ -27,6 +32,24 @@ class Ranks:
         for group in self._groups:
             torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MIN, group=group)
         return [bool(flag) for flag in mask.tolist()]
+
+
+def open_together(storage: HiCacheStorageConfig, seconds: float) -> Tier:
+    """The tier, on all ranks or on none: they must mean the same model by it, and of those that hold the same bytes one
+    writes. RankError, and what Tier raises; what was open is closed within `seconds` then."""
+    attempt, tier = Attempt("direct", START_SECONDS), None
+    try:
+        tier = Tier(storage, generic=False, path="direct")
+        notes = attempt.agree(tier.facts(), msgspec.json.encode(tier.place()).decode())
+        places = [msgspec.json.decode(note, type=Place) for note in notes]
+        tier.writes_replicas = tier.writes_replicas or must_write(tier.place(), places)
+    except Exception as error:
+        with contextlib.suppress(RuntimeError):  # the ranks' store went with rank 0
+            attempt.fail(error)
+        if tier:
+            tier.close(seconds)
+        raise
+    return tier
 
 
 def storage_config(params: Any, extra: dict[str, Any], *, replicated: bool) -> HiCacheStorageConfig:

@@ -58,7 +58,8 @@ private:
     const Context& context_;
 };
 
-enum class Step : u32 { claiming, polling, finished, late };
+// `preparing`: it is to find out what it moves. Those before `finished` go on by themselves.
+enum class Step : u32 { preparing, claiming, polling, finished, late };
 
 class SubIo {
 public:
@@ -72,113 +73,92 @@ public:
         rest_ = 0;
         lane_ = lane;
         start_ = start;
-        prepare(c);
+        state_ = Step::preparing;
     }
 
     GIO_FUNCTION Step state() const { return state_; }
 
     // One step ahead; never waits. A sub-I/O that is `finished` or `late` needs no more steps.
     GIO_FUNCTION Step step(const Context& c) {
-        if (state_ == Step::claiming) claim(c);
-        else if (state_ == Step::polling) poll(c);
+        u32 code = kGoesOn;
+        if (state_ == Step::preparing) code = prepare(c);
+        else if (state_ == Step::claiming) code = claim(c);
+        else if (state_ == Step::polling) code = poll(c);
+        if (code != kGoesOn) finish(c, code);  // once here, and not where it ends: it is large
         return state_;
     }
 
     // Ends it with `code` if it has no command yet.
     GIO_FUNCTION void abandon(const Context& c, u32 code) {
-        while (state_ == Step::claiming) finish(c, code);
+        while (state_ < Step::polling) finish(c, code);
     }
 
 private:
+    static constexpr u32 kGoesOn = ~0u;
+
     GIO_FUNCTION const Drive& drive(const Context& c) const { return reinterpret_cast<const Drive*>(c.drives)[drive_]; }
     GIO_FUNCTION const QueuePair& queue(const Context& c) const {
         const Drive& d = drive(c);
         return reinterpret_cast<const QueuePair*>(d.queues)[lane_ % d.queue_count];
     }
 
-    // Finds blocks and bytes of what comes next. What must not reach the drive ends here; if it is joined, its parts are looked at one by one.
-    GIO_FUNCTION void prepare(const Context& c) {
-        for (;;) {
-            u32 code = joined_ > 1 ? find_joined(c) : find(c, index_, piece_);
-            state_ = Step::claiming;
-            if (!code) return;
-            if (joined_ > 1) separate();
-            else {
-                account(c, code);
-                if (!advance()) return;
-            }
-        }
-    }
-
-    // From now on the joined IOCTX go one by one.
-    GIO_FUNCTION void separate() {
-        rest_ = joined_ - 1;
-        joined_ = 1;
-    }
-
-    // On to the next of those that go one by one. False, and finished, when there is none.
-    GIO_FUNCTION bool advance(Step last = Step::finished) {
-        state_ = last;
-        if (!rest_) return false;
-        ++index_;
-        --rest_;
-        return true;
-    }
-
-    // As `find` for joined IOCTX: one run of blocks, and a descriptor for each run of their memory.
-    GIO_FUNCTION u32 find_joined(const Context& c) {
+    // Finds the blocks and the bytes of what comes next: one run of blocks, and a descriptor for each run of memory, where there are several. A
+    // code of ours if it must not reach the drive.
+    GIO_FUNCTION u32 prepare(const Context& c) {
         auto* list = reinterpret_cast<SglDescriptor*>(c.lists) + static_cast<u64>(ring_) * kIocbContexts + index_;
-        if (u32 code = find(c, index_, 0)) return code;
-        const Drive& d = drive(c);
-        const u64 lba = lba_, bus = bus_;
-        const u32 its_drive = drive_, its_operation = operation_;
-        u64 run = bus_;  // where the last run of memory begins
-        u32 length = length_, run_length = length_, count = 1;
-        for (u32 i = 1; i < joined_; ++i) {
-            u32 region = region_;
-            if (u32 code = find(c, index_ + i, 0)) return code;
-            if (drive_ != its_drive || operation_ != its_operation || lba_ != lba + (length >> d.block_shift)) return kBadRequest;
-            if (region_ != region || bus_ != run + run_length) {
-                if (!c.lists || !d.sgl) return kBadAddress;
-                list[count++ - 1] = {run, run_length};
+        u64 lba = 0, bus = 0, run = 0;  // where the blocks, the memory and the last run of memory begin
+        u32 length = 0, run_length = 0, region = 0, its_drive = 0, its_operation = 0;
+        runs_ = 0;
+        for (u32 i = 0; i < joined_; ++i) {
+            if (u32 code = find(c, index_ + i)) return code;
+            if (i == 0) {
+                lba = lba_;
+                bus = bus_;
+                its_drive = drive_;
+                its_operation = operation_;
+            } else if (drive_ != its_drive || operation_ != its_operation || lba_ != lba + (length >> drive(c).block_shift)) return kBadRequest;
+            if (i == 0 || region_ != region || bus_ != run + run_length) {
+                if (i && (!c.lists || !drive(c).sgl)) return kBadAddress;
+                if (i) list[runs_ - 1] = {run, run_length};
+                ++runs_;
                 run = bus_;
                 run_length = 0;
             }
+            region = region_;
             run_length += length_;
             length += length_;
         }
-        if (length > d.mdts) return kBadRequest;
-        if (count > 1) list[count - 1] = {run, run_length};
+        if (length > drive(c).mdts) return kBadRequest;
+        if (runs_ > 1) list[runs_ - 1] = {run, run_length};
         lba_ = lba;
         bus_ = bus;
         length_ = length;
-        runs_ = count;
-        return 0;
+        state_ = Step::claiming;
+        return kGoesOn;
     }
 
-    // Checks a piece and finds its blocks and its bytes; a code of ours if it must not reach the drive.
-    GIO_FUNCTION u32 find(const Context& c, u32 index, u32 piece) {
+    // Checks a piece of an IOCTX and finds its blocks and its bytes.
+    GIO_FUNCTION u32 find(const Context& c, u32 index) {
         const Ioctx& io = iocb_of(c, ring_).contexts[index];
-        pieces_ = pieces_of(c, io);
-        runs_ = 1;
         drive_ = io.drive;
         operation_ = io.operation;
         if (drive_ >= c.drive_count) return kBadRange;
         const Drive& d = drive(c);
+        region_ = 0;
         if (operation_ == kFlush) {
             length_ = 0;
             return 0;
         }
         u64 block = 1ull << d.block_shift;
         if (operation_ > kFlush || io.length == 0 || (io.offset | io.length) & (block - 1)) return kBadRequest;
-        u64 from = static_cast<u64>(piece) * d.mdts;
+        u64 from = static_cast<u64>(piece_) * d.mdts;
         length_ = io.length - from < d.mdts ? static_cast<u32>(io.length - from) : d.mdts;
         u64 first = (io.offset + from) >> d.block_shift;
         if (first >= d.blocks || (length_ >> d.block_shift) > d.blocks - first) return kBadRange;
         lba_ = d.first_block + first;
         u64 address = io.address + from;
         auto* regions = reinterpret_cast<const MappedRegion*>(c.regions);
-        for (region_ = 0; region_ < c.region_count; ++region_) {
+        for (; region_ < c.region_count; ++region_) {
             u64 place = address - regions[region_].address;
             if (place < regions[region_].size && length_ <= regions[region_].size - place) {
                 bus_ = regions[region_].bus + place;
@@ -188,17 +168,17 @@ private:
         return kBadAddress;
     }
 
-    GIO_FUNCTION void claim(const Context& c) {
+    GIO_FUNCTION u32 claim(const Context& c) {
         const Iocb& iocb = iocb_of(c, ring_);
         // Relaxed: a request to stop, nothing is read because of it.
-        if (SystemRef<u32>(const_cast<u32&>(iocb.cancel)).load(relaxed)) return finish(c, kCancelled);
+        if (SystemRef<u32>(const_cast<u32&>(iocb.cancel)).load(relaxed)) return kCancelled;
         const QueuePair& q = queue(c);
         i32 cid = claim_command(q, lane_);
         if (cid < 0) {
-            if (now_ns() - start_ > iocb.claim_ns) return finish(c, kNoSlot);
+            if (now_ns() - start_ > iocb.claim_ns) return kNoSlot;
             sweep(q, FinishLate(c));
             ++lane_;  // the next queue pair may have room
-            return;
+            return kGoesOn;
         }
         Sqe sqe{};
         sqe.opcode = operation_ == kRead ? kNvmeRead : operation_ == kWrite ? kNvmeWrite : kNvmeFlush;
@@ -209,7 +189,7 @@ private:
             const MappedRegion& region = reinterpret_cast<const MappedRegion*>(c.regions)[region_];
             if (!set_data(sqe, region, bus_, length_, drive(c).sgl)) {
                 free_command(q, static_cast<u32>(cid));
-                return finish(c, kBadAddress);
+                return kBadAddress;
             }
         }
         if (length_) {
@@ -226,46 +206,54 @@ private:
         submitted_ = now_ns();
         state_ = Step::polling;
         submit(q, sqe);
+        return kGoesOn;
     }
 
-    GIO_FUNCTION void poll(const Context& c) {
+    GIO_FUNCTION u32 poll(const Context& c) {
         const QueuePair& q = queue(c);
         LocalRef<u32> word(state_of(q).commands[cid_].word);
         // Acquire: the data and the CQE behind the status. Pairs with the exchange in sweep.
         u32 seen = word.load(acquire);
         if (!(seen & kDone) && sweep(q, FinishLate(c))) seen = word.load(acquire);
         if (!(seen & kDone)) {
-            if (now_ns() - submitted_ <= iocb_of(c, ring_).poll_ns) return;
+            if (now_ns() - submitted_ <= iocb_of(c, ring_).poll_ns) return kGoesOn;
             // The command, its identifier and its memory stay the controller's. Whoever sweeps its CQE, in whichever IOCB, finishes the piece.
             LocalRef<u32>(state_of(q).late).fetch_add(1, relaxed);
             seen = kPending;
             if (word.compare_exchange_strong(seen, kLate, acq_rel, acquire)) {
-                if (advance(Step::late)) prepare(c);
-                return;
+                advance(Step::late);
+                return kGoesOn;
             }
             LocalRef<u32>(state_of(q).late).fetch_sub(1, relaxed);  // it came at the last moment
         }
         word.store(kIdle, relaxed);
         free_command(q, cid_);
-        finish(c, seen & ~static_cast<u32>(kDone));
+        return seen & ~static_cast<u32>(kDone);
     }
 
-    GIO_FUNCTION void account(const Context& c, u32 code) const {
-        for (u32 i = 0; i < joined_; ++i) finish_piece(c, ring_, index_ + i, pieces_, code);
-    }
-
+    // Ends what is under way with `code`, and goes on to what is left of it.
     GIO_FUNCTION void finish(const Context& c, u32 code) {
-        // An error of the drive concerns some block of the command: one by one the IOCTX find out which of them it was.
-        if (joined_ > 1 && code && code < kCancelled) separate();
-        else {
-            account(c, code);
-            if (!advance()) return;
+        // An error concerns one of the joined IOCTX, or some: one by one they find out which.
+        if (joined_ > 1 && code && code != kCancelled && code != kNoSlot) {
+            rest_ = joined_ - 1;
+            joined_ = 1;
+            state_ = Step::preparing;
+            return;
         }
-        prepare(c);
+        FinishLate{c}(ring_, index_, joined_, code);
+        advance(Step::finished);
+    }
+
+    // On to the next of the IOCTX that go one by one; `last` when there is none.
+    GIO_FUNCTION void advance(Step last) {
+        state_ = rest_ ? Step::preparing : last;
+        if (!rest_) return;
+        ++index_;
+        --rest_;
     }
 
     u64 start_, submitted_, lba_, bus_;
-    u32 ring_, index_, piece_, joined_, rest_, lane_, pieces_, drive_, length_, region_, runs_, cid_;
+    u32 ring_, index_, piece_, joined_, rest_, lane_, drive_, length_, region_, runs_, cid_;
     u8 operation_;
     Step state_;
 };
@@ -275,7 +263,7 @@ GIO_FUNCTION void run_sub_io(const Context& c, u32 ring, u32 piece, u32 lane) {
     SubIo io;
     io.begin(c, ring, piece, lane, now_ns());
     Backoff backoff;
-    for (Step step = io.step(c); step < Step::finished; step = io.step(c)) backoff.pause();
+    while (io.step(c) < Step::finished) backoff.pause();
 }
 
 // Takes what has arrived for commands that nobody waits for: one thread per queue pair. Returns how many are still out.

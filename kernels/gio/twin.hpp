@@ -148,7 +148,7 @@ private:
         std::array<i32, kClasses> finished{};
         for (size_t i = 0; i < active.size();) {
             Step was = active[i].io.state(), is = active[i].io.step(context_);
-            submitted |= was == Step::claiming && is == Step::polling;
+            submitted |= was != Step::polling && is == Step::polling;
             if (is < Step::finished) {
                 ++i;
                 continue;

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
@@ -28,6 +29,12 @@ def mha(pages: int = 64, **changed: Any) -> Any:
     """A device pool of `pages` pages."""
     plain = {"size": pages * PAGE, "page_size": PAGE, "dtype": torch.float16, "head_num": HEADS, "head_dim": WIDTH}
     return MHATokenToKVPool(**(plain | {"layer_num": LAYERS, "device": "cpu", "enable_memory_saver": False} | changed))
+
+
+def hnd(pages: int = 64) -> Any:
+    """The same with the heads of a page one after the other."""
+    with envs.SGLANG_USE_HND_KVCACHE.override(True):
+        return mha(pages)
 
 
 def mla(pages: int = 64) -> Any:
@@ -88,12 +95,13 @@ def slots(pages: list[int]) -> torch.Tensor:
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
-def make(pool: Any, store: Path, components: Any = FULL, **extra: Any) -> TuttiLinker:
-    """A linker as SGLang's factory makes it."""
+def make(pool: Any, store: Path, components: Any = FULL, group: Any = None, **extra: Any) -> TuttiLinker:
+    """A linker as SGLang's factory makes it. `group`: of the ranks of tensor parallelism."""
     allocator = PagedTokenToKVPoolAllocator(pool.size, PAGE, torch.float16, "cpu", pool, need_sort=False)
     params = CacheInitParams(
         disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=allocator, page_size=PAGE
     )
+    params.tp_cache_group = params.attn_tp_cache_group = group
     sizes = {"max_size": "64MiB", "segment_size": "2MiB", "min_free_space": 1, "staging_size": "16MiB"}
     settings = {"storage_dirs": [str(store)], **sizes, "preload": "8MiB", **extra}
     return TuttiLinker(None, params, components=set(components), extra_config=settings, forward_stream=None)

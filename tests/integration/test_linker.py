@@ -23,6 +23,7 @@ from tests.integration.linkers import (
     content,
     fill,
     forward,
+    hnd,
     keys,
     make,
     mha,
@@ -71,7 +72,7 @@ def opened(disk: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("preload", ["8MiB", 0])
-@pytest.mark.parametrize("kind", [mha, mla])
+@pytest.mark.parametrize("kind", [mha, hnd, mla])
 def test_what_is_offloaded_is_loaded_into_other_slots_after_a_restart(opened: Open, kind: Any, preload: Any) -> None:
     pool = kind()
     fill(pool, 1)

@@ -122,7 +122,7 @@ class Rig:
 
     def batch(self, count: int, operation: Operation = Operation.READ) -> Batch:
         batch = np.zeros(count, dtype=IOCTX_DTYPE)
-        places = np.arange(count, dtype=np.uint64) * np.uint64(4096)
+        places = np.arange(count, dtype=np.uint64) * np.uint64(8192)  # no neighbours, which would be one command
         batch["address"], batch["offset"] = places + np.uint64(self.region.address), places + np.uint64(5 * MIB)
         batch["length"], batch["operation"] = 4096, operation
         return batch
