@@ -2,7 +2,7 @@
 
 Goal: what preloading gains while requests wait, and a picture of one load, I/O beside compute, layer by layer. The
 linker, its store and SGLang's device pool on the CPU are real; the scheduler is a loop that makes its calls in its
-order, and the forward pass is matrix products, so that a layer takes as long as it is told to.
+order, and a layer of the forward pass is a wait, since on a GPU it does not take the CPU's time either.
 Not a goal: a model's own speed (`benchmarks.long_context` measures servers).
 """
 
@@ -52,7 +52,6 @@ class World:
         self.pool = MHATokenToKVPool(**shape)
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer.view(torch.int16).random_()
-        self._weights = torch.rand(384, 384)
 
     @contextlib.contextmanager
     def linker(self, preload: str) -> Iterator[Any]:
@@ -98,12 +97,6 @@ class World:
             )
         ]
 
-    def compute(self, seconds: float) -> None:
-        """A layer."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self._weights @ self._weights
-
 
 def store_all(world: World, linker: Any, requests: int) -> None:
     """Every prompt is on the drives."""
@@ -122,7 +115,7 @@ def serve(world: World, linker: Any, options: argparse.Namespace) -> list[Load]:
         with linker.arriving(str(request)):
             linker.lookup(str(request), world.transfers(request))
         linker.arrive(str(request), 0)
-    world.compute(options.busy_ms / 1e3)  # what they wait for
+    time.sleep(options.busy_ms / 1e3)  # what they wait for
     loads = []
     while queue:
         held = linker.held([str(request) for request in queue])
@@ -148,7 +141,7 @@ def _forward(world: World, linker: Any, request: int, arrival: float, options: a
     for layer in range(options.layers):
         asked.append(time.monotonic() - arrival)
         counter.wait_until(layer)
-        world.compute(options.layer_ms / 1e3)
+        time.sleep(options.layer_ms / 1e3)
         computed.append(time.monotonic() - arrival)
     assert linker.finish_layer_wise_loading(index)
     return Load(time.monotonic() - arrival, started, [at - arrival for at in batch.times], asked, computed)
