@@ -24,7 +24,7 @@ from tutti_sglang.integration.direct.offload import Offloader, Pages
 from tutti_sglang.integration.direct.pools import device_pools
 from tutti_sglang.integration.direct.preload import Preloader
 from tutti_sglang.integration.direct.room import Room
-from tutti_sglang.integration.direct.setup import Ranks, open_together, refuse, storage_config
+from tutti_sglang.integration.direct.setup import Ranks, open_tier, refuse, storage_config, together
 from tutti_sglang.integration.hashing import load_hashing
 from tutti_sglang.metrics import process_metrics
 from tutti_sglang.units import format_size
@@ -49,20 +49,20 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
         forward_stream: Any = None,
     ) -> None:
         hooks.demand()
-        refuse(params)
         self.closed = self._off = False
         self.forward_stream = forward_stream
-        self.pools = device_pools(params.token_to_kv_pool_allocator.get_kvcache(), components)
-        replicated = not self.pools[PoolName.KV].view.sharded
-        storage = storage_config(params, extra_config or {}, replicated=replicated)
-        self._mover = choose_mover(
-            self.pools.values(), load_config(storage.extra_config or {}).config.engine, forward_stream
-        )
-        load_hashing()
+        with together() as attempt:
+            refuse(params)
+            self.pools = device_pools(params.token_to_kv_pool_allocator.get_kvcache(), components)
+            replicated = not self.pools[PoolName.KV].view.sharded
+            storage = storage_config(params, extra_config or {}, replicated=replicated)
+            engine = load_config(storage.extra_config or {}).config.engine
+            self._mover = choose_mover(self.pools.values(), engine, forward_stream)
+            load_hashing()
+            self._tier = open_tier(storage, attempt, CLOSE_SECONDS)
         self._ranks = Ranks(params)
         self._metrics = process_metrics()
         self._calls = Calls(self._metrics)
-        self._tier = open_together(storage, CLOSE_SECONDS)
         self._begin()
         live.add(self)
         preload = format_size(self._tier.config.preload) if self._tier.config.preload else "off"

@@ -1,7 +1,7 @@
 """What the direct path is started with: SGLang's parameters turned into those of the tier, and what is refused."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -34,21 +34,29 @@ class Ranks:
         return [bool(flag) for flag in mask.tolist()]
 
 
-def open_together(storage: HiCacheStorageConfig, seconds: float) -> Tier:
-    """The tier, on all ranks or on none: they must mean the same model by it, and of those that hold the same bytes one
-    writes. RankError, and what Tier raises; what was open is closed within `seconds` then."""
-    attempt, tier = Attempt("direct", START_SECONDS), None
+@contextlib.contextmanager
+def together() -> Iterator[Attempt]:
+    """Around what each rank does to start: if one cannot, no other waits for it."""
+    attempt = Attempt("direct", START_SECONDS)
     try:
-        tier = Tier(storage, generic=False, path="direct")
-        notes = attempt.agree(tier.facts(), msgspec.json.encode(tier.place()).decode())
-        places = [msgspec.json.decode(note, type=Place) for note in notes]
-        tier.writes_replicas = tier.writes_replicas or must_write(tier.place(), places)
+        yield attempt
     except Exception as error:
         with contextlib.suppress(RuntimeError):  # the ranks' store went with rank 0
             attempt.fail(error)
-        if tier:
-            tier.close(seconds)
         raise
+
+
+def open_tier(storage: HiCacheStorageConfig, attempt: Attempt, seconds: float) -> Tier:
+    """On all ranks, which must mean the same model by it; of those that hold the same bytes one writes. RankError, and
+    what Tier raises; what was open is closed within `seconds` then."""
+    tier = Tier(storage, generic=False, path="direct")
+    try:
+        notes = attempt.agree(tier.facts(), msgspec.json.encode(tier.place()).decode())
+    except BaseException:
+        tier.close(seconds)
+        raise
+    places = [msgspec.json.decode(note, type=Place) for note in notes]
+    tier.writes_replicas = tier.writes_replicas or must_write(tier.place(), places)
     return tier
 
 
