@@ -43,11 +43,11 @@ def main() -> None:
     try:
         for setting in options.break_even.split(","):
             run.rows += asyncio.run(_serve(options, setting, base / setting))
+            run.summary = summarise(run.rows)
+            run.write(options.json)
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    run.summary = summarise(run.rows)
     figures(run.summary).show()
-    run.write(options.json)
 
 
 async def _serve(options: argparse.Namespace, setting: str, folder: Path) -> list[Row]:
