@@ -1,4 +1,4 @@
-"""The linker on two ranks with a real gloo group: they start together or not at all."""
+"""The linker on two ranks with a real gloo group: open together or not at all, and what one lacks nobody loads."""
 
 import importlib
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
 from tests.integration.gloo import Rank, on_ranks
-from tests.integration.linkers import fill, make, mha
+from tests.integration.linkers import Request, admitted, content, fill, forward, keys, make, mha, offload, same
 from tutti_sglang.errors import RankError
 from tutti_sglang.integration.cpu_model import built_in_model
 
@@ -38,3 +38,40 @@ def test_ranks_that_mean_other_models_do_not_start(disk: Path) -> None:
     (said,) = on_ranks(built_in_model(), 2, other_models, tp_size=2)
     assert said[0] == said[1]
     assert "Rank 1 has another" in said[0]
+
+
+def test_a_rank_that_cannot_start_is_named_by_all(disk: Path) -> None:
+    def no_room(rank: Rank) -> str:
+        with pytest.raises(Exception) as caught:
+            _linker(disk / str(rank.number), **({"max_size": "1KiB"} if rank.number else {}))
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    (said,) = on_ranks(built_in_model(), 2, no_room, tp_size=2)
+    assert said[0].startswith("RankError: Rank 1 cannot attach")
+
+
+def test_each_rank_loads_its_own_half_and_what_one_lost_nobody_loads(disk: Path) -> None:
+    def restore(rank: Rank) -> list[bool]:
+        linker, pool = _linker(disk)
+        want = content(pool, [3, 4, 5])
+        assert offload(linker, keys(3), [3, 4, 5])
+        assert linker._tier.store.drain(8)
+        fill(pool, 9)
+        one = Request(linker, "one", keys(3)).arrive()
+        assert admitted(linker, "one")
+        assert one.lookup() == 3
+        assert one.load(kv=[10, 11, 12])
+        assert forward(linker)
+        came = same(content(pool, [10, 11, 12]), want)
+        two = Request(linker, "two", keys(3)).arrive()
+        assert admitted(linker, "two")
+        assert two.lookup() == 3
+        if rank.number:
+            linker._preloader.forget("two")
+            linker._tier.clear()
+        refused = not two.load(kv=[20, 21, 22])
+        linker.close()
+        return [came, refused]
+
+    (answers,) = on_ranks(built_in_model(), 2, restore, tp_size=2)
+    assert answers == [[True, True], [True, True]]
