@@ -21,7 +21,8 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.plot import Point, line_plot
-from benchmarks.soak_worker import Case, Worker
+from benchmarks.soak_worker import Worker
+from benchmarks.soaker import Case
 from tutti_sglang.units import format_size, parse_size
 
 BURST = 1.5
@@ -102,8 +103,8 @@ class Soak:
     def _restart(self) -> None:
         """Detach and attach, while the other process is idle: what was stored must still be there. The new life has no
         faults while that is looked at."""
+        evicted = self._evicted()  # before it is asked what is held: the other process may still make room meanwhile
         held = self._main.call("held")
-        evicted = self._evicted()
         self._main.call("close")
         self._main.call("open", 0)
         found = self._main.call("check", held)
@@ -111,6 +112,7 @@ class Soak:
         excused = found["torn"] + self._evicted() - evicted
         self._totals.update(restarts=1, held=found["held"], gone=gone, late=found["late"])
         self._totals.update(wrong_after_restart=found["wrong"])
+        self._totals["evicted_meanwhile"] += int(excused - found["torn"])
         self._totals["lost"] += max(0, gone - excused)
         self._main.call("close")
         self._open("main", self._main)
@@ -152,7 +154,10 @@ class Soak:
 
     def _summary(self, verified: dict[str, int]) -> report.Row:
         totals = {key: self._totals[key] for key in (*SUMS, "call_errors", "restarts", "kills", "lives_with_faults")}
-        totals |= {key: self._totals[key] for key in ("held", "late", "gone", "lost", "wrong_after_restart")}
+        totals |= {
+            key: self._totals[key]
+            for key in ("held", "late", "gone", "evicted_meanwhile", "lost", "wrong_after_restart")
+        }
         minutes = (time.monotonic() - self._began) / 60
         warm = min(WARM_UP, 0.4 * minutes)
         slope = growth(self._run.rows, warm) if minutes - warm >= LEAST_SLOPE_MINUTES else None
@@ -225,7 +230,7 @@ def figures(summary: report.Row) -> report.Figures:
             f"{summary['io_errors']:.0f}, {summary['torn']:.0f}, {summary['resumed']:.0f}",
         ],
         [
-            "pages held before a restart; of them late, spoiled by a torn write, lost",
+            "pages held before a restart; of them late, spoiled by a torn write or evicted, lost",
             f"{summary['held']}; {summary['late']}, {summary['gone'] - summary['lost']:.0f}, {summary['lost']:.0f}",
         ],
         ["pages with other bytes", f"{summary['wrong'] + summary['wrong_after_restart']}"],
