@@ -44,14 +44,18 @@ class Set:
         """One after the other."""
         found = {}
         for name, part in self._parts.items():
-            found |= {f"{name}: {phase}": samples for phase, samples in (await part.first(client, seed)).items()}
+            found |= {
+                f"{name}: {phase}": samples for phase, samples in (await part.first(client, f"{seed}/{name}")).items()
+            }
         return found
 
     async def again(self, client: Client, seed: str, phase: str) -> dict[str, list[Sample]]:
         """Likewise."""
         found = {}
         for name, part in self._parts.items():
-            found |= {f"{name}: {each}": got for each, got in (await part.again(client, seed, phase)).items()}
+            found |= {
+                f"{name}: {each}": got for each, got in (await part.again(client, f"{seed}/{name}", phase)).items()
+            }
         return found
 
 

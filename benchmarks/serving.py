@@ -25,7 +25,7 @@ from tutti_sglang.cli.scrape import look
 from tutti_sglang.errors import TuttiError
 
 COLUMNS = (
-    *("", "n", "TTFT p50 ms", "p99", "without / it", "ITL p50 ms", "p99", "prompt", "device", "host", "storage"),
+    *("", "n", "TTFT p50 ms", "p99", "baseline / it", "ITL p50 ms", "p99", "prompt", "device", "host", "storage"),
     *("tokens/s", "$ per million"),
 )
 BASELINES = ("without", "none")
