@@ -111,7 +111,7 @@ def _compute(rank: Rank) -> int:
     return found
 
 
-TIER = (lambda rank: rank.backend._tier, "lookup")
+TIER = (lambda rank: rank.backend._tier, "locate")
 GET = (lambda rank: rank.backend._tier, "get")
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,3 +92,11 @@ def test_a_process_stopped_with_the_stores_lock_costs_at_most_puts(
     store = open_store(known, known.parent / "another")
     assert eventually(lambda: store.stats().drives == 2)
     close_good(store)
+
+
+def test_a_store_that_cannot_be_opened_leaves_no_thread(disk: Path) -> None:
+    (disk / "file").write_text("no directory")
+    before = {thread.name for thread in threading.enumerate()}
+    with pytest.raises(StoreError, match="not a directory"):
+        open_store(disk / "file", index_dir=str(disk / "index"))
+    assert {thread.name for thread in threading.enumerate()} == before

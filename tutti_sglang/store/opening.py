@@ -50,6 +50,7 @@ def open_parts(config: Config, metrics: Metrics, engine: Engine | None = None) -
     EngineError."""
     with contextlib.ExitStack() as undo:
         errands = Errands()
+        undo.callback(errands.close, lambda: None)
         base = _answered(config, errands, partial(_open_base, config, metrics))
         undo.push(base.undo)
         with base.lock:
