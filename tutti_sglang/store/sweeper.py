@@ -15,6 +15,7 @@ from tutti_sglang.store.slots import Slots, slot_ids
 
 _PIECE = 4096
 """Slots that are read from the index at once."""
+NOTHING: Slots = np.empty(0, dtype=np.int64)
 _TURNS = HITS_MAX + 2
 """After so many turns of the hand there is a cold object, if there is any."""
 _PINNED_TURNS, _LATEST_TURNS = _TURNS + 1, _TURNS + 2
@@ -63,10 +64,10 @@ class Sweeper:
     def make_room(self, namespace: int, count: int, segments: Iterable[SegmentRow], spare: bool = False) -> int:
         """Evict `count` objects of a namespace from those of `segments` that are its own; how many went: fewer where
         there are not so many. What is pinned goes only when all the rest is hot, then what was written last,
-        up to half of the slots, and with `spare` neither. Their slots settle before they can be leased. StoreError."""
+        up to half of the slots that are not pinned, and with `spare` neither. Their slots settle before they can be leased. StoreError."""
         mine = sorted((row for row in segments if row.namespace == namespace), key=lambda row: row.id)
         total = sum(row.slots for row in mine)
-        latest = self._pins.latest(namespace, total // 2)
+        latest = self._pins.latest(namespace, (total - self._claims(mine, total)) // 2)
         self._clock.flush()
         gone = seen = reached = 0
         while gone < count and mine and seen <= (_TURNS if spare else _LATEST_TURNS) * total:
@@ -82,6 +83,13 @@ class Sweeper:
             gone += evicted
             seen = reached if evicted else seen
         return gone
+
+    def _claims(self, segments: Sequence[SegmentRow], total: int) -> int:
+        """How many slots of a store of few are pinned; in a larger one there is room for both."""
+        if total > _PIECE:
+            return 0
+        slots = np.concatenate([slot_ids(row.id, np.arange(row.slots)) for row in segments] or [NOTHING])
+        return int(np.count_nonzero(self._pins.pinned(slots)))
 
     def _evict(self, window: _Window, namespace: int, count: int, spared: Slots, sparing: bool) -> int:
         hits = self._hits(window.stretches)[window.places]
