@@ -63,8 +63,9 @@ class Sweeper:
 
     def make_room(self, namespace: int, count: int, segments: Iterable[SegmentRow], spare: bool = False) -> int:
         """Evict `count` objects of a namespace from those of `segments` that are its own; how many went: fewer where
-        there are not so many. What is pinned goes only when all the rest is hot, then what was written last,
-        up to half of the slots that are not pinned, and with `spare` neither. Their slots settle before they can be leased. StoreError."""
+        there are not so many. What is pinned goes only when all the rest is hot, then what was written last, up to half
+        of the slots that are not pinned, and with `spare` neither. Their slots settle before they can be leased.
+        StoreError."""
         mine = sorted((row for row in segments if row.namespace == namespace), key=lambda row: row.id)
         total = sum(row.slots for row in mine)
         latest = self._pins.latest(namespace, (total - self._claims(mine, total)) // 2)
