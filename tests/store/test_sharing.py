@@ -250,9 +250,9 @@ from tutti_sglang.store.reader import Reader
 store = open_store(disk, max_size=MIB, grace_seconds=0.5)
 ns = store.attach(namespace())
 read = Reader.read
-def slowly(self, request):
+def slowly(self, request, *more):
     say("reading"); wait()
-    return read(self, request)
+    return read(self, request, *more)
 Reader.read = slowly
 found = get(store, ns, *range(20))
 say(sum(found), sum(int(value(store, "tutti_missed_objects", reason=reason)) for reason in ("grace", "changed")))
