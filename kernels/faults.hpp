@@ -30,7 +30,7 @@ struct Verdict {
 class Faults {
   public:
     static constexpr std::uint32_t kPollUs = 1000;
-    static constexpr std::int64_t kStallNs = 60'000'000'000;
+    static constexpr std::int64_t kStallNs = 600'000'000'000;
 
     Faults() = default;
     /// `plan` may be null; it is copied.
