@@ -50,7 +50,8 @@ class NativeSuite(EngineSuite):
 
     def test_descriptors_and_threads_are_flat_over_a_thousand_rounds(self, rig: Rig) -> None:
         """A closed engine that something still refers to, as a cycle does until the next collection, keeps nothing."""
-        counts, kept = [], []
+        held = lambda: [len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")]  # noqa: E731
+        before, kept = held(), []
         for turn in range(1000):
             engine = self.create(rig.region, depth=2, max_io=BLOCK)
             rig.attach(engine)
@@ -58,8 +59,7 @@ class NativeSuite(EngineSuite):
                 assert (run(engine, rig.batch([0])) == BLOCK).all()
             assert engine.close(PATIENCE)
             kept.append(engine)
-            counts.append([len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")])
-        assert len(set(map(tuple, counts))) == 1, [counts[0], counts[-1]]
+            until(lambda: held() == before)  # a thread that was joined is listed for a moment longer
 
     def test_a_large_ioctx_is_cut_to_max_io_and_its_pieces_move_at_once(self, rig: Rig, start) -> None:
         plan = FaultPlan({Fault.STALL: EVERY_BLOCK}, end=16 * BLOCK)
