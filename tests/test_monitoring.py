@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -16,23 +15,18 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
 from tests.store.kit import config, get, namespace, put
+from tutti_sglang.integration.launch import free_port
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import ObjectStore
 
 MONITORING = Path(__file__).parent.parent / "docs" / "monitoring"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Prometheus:
     """A server that loads the alert rules and scrapes one target each second."""
 
     def __init__(self, folder: Path, target: int) -> None:
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         shutil.copy(MONITORING / "alerts.yml", folder / "alerts.yml")
         (folder / "prometheus.yml").write_text(
             "global: {scrape_interval: 1s, evaluation_interval: 1s}\n"

@@ -1,6 +1,7 @@
 """Linkers over real device pools on the CPU, and the calls that SGLang's tree makes for a request."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,17 @@ def fill(pool: Any, seed: int) -> None:
 def content(part: Any, pages: list[int]) -> list[torch.Tensor]:
     """The bytes of these pages."""
     return [buffer[pages].clone() for buffer in buffers(part)]
+
+
+def watcher(part: Any, pages: list[int], want: list[torch.Tensor]) -> tuple[Callable[[int], None], list[bool]]:
+    """What `forward` can be given, and whether K and V of each layer were those wanted when it might be read."""
+    got: list[bool] = []
+
+    def seen(layer: int) -> None:
+        now = content(part, pages)
+        got.append(all((now[at] == want[at]).all() for at in (layer, layer + len(want) // 2)))
+
+    return seen, got
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -33,6 +33,7 @@ from tests.integration.linkers import (
     same,
     slots,
     swa,
+    watcher,
 )
 from tests.store.kit import eventually
 from tutti_sglang.errors import UnsupportedError
@@ -104,12 +105,7 @@ def test_a_layer_is_whole_when_the_forward_may_read_it(opened: Open, preload: An
     assert admitted(linker, "r")
     assert Request(linker, "r", keys(4)).lookup() == 4
     assert Request(linker, "r", keys(4)).load(kv=TO)
-    got: list[bool] = []
-
-    def seen(layer: int) -> None:
-        now = content(pool, TO)
-        got.append(all((now[at] == want[at]).all() for at in (layer, layer + len(want) // 2)))
-
+    seen, got = watcher(pool, TO, want)
     assert forward(linker, seen)
     assert got == [True] * 4
 

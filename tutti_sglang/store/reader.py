@@ -104,8 +104,7 @@ class Reader:
 
     def _lanes(self, request: Request) -> Lanes | None:
         """Staging for the pieces of a request, or for as many as there is room for; one is waited for."""
-        lanes, step = self._shape(request)
-        nbytes = step * request.size
+        lanes, nbytes, step = self._shape(request)
         while lanes > 1:
             if extent := self._staging.acquire(lanes * nbytes):
                 return Lanes(extent, nbytes, step)
@@ -113,18 +112,18 @@ class Reader:
         last = self._staging.wait(nbytes, request.deadline)
         return Lanes(last, nbytes, step) if last else None
 
-    def _shape(self, request: Request) -> tuple[int, int]:
-        """Lanes, and objects per piece."""
+    def _shape(self, request: Request) -> tuple[int, int, int]:
+        """Lanes, bytes of a piece, and objects in it."""
         objects, (least, most) = len(request.slots), PIECE
         size = max(objects * request.size // LANES, least)
         step = max(1, min(size, most, self._staging.size // (2 * LANES)) // request.size)
-        return min(LANES, -(-objects // step)), step
+        return min(LANES, -(-objects // step)), step * request.size, step
 
     def _through(self, lanes: Lanes, request: Request, ahead: Ahead | None, then: Request | None) -> Codes:
         """Read all objects through `lanes`, and give them back; begin with what is next."""
         now = ahead.begun.request if ahead else self._pack(request, lanes)
         now = now._replace(rows=request.rows, roots=self._roots(request), deadline=request.deadline)
-        room = self.ahead.lanes(*self._room_for(then)) if then and self.ahead.possible else None
+        room = self.ahead.lanes(*self._shape(then)) if then and self.ahead.possible else None
         begun, still_open = ahead and ahead.begun, dict[int, Ticket]()
         got: Got | None = None
         try:
@@ -145,10 +144,6 @@ class Reader:
             elif room:
                 self.ahead.give_back(room, {})
         return self._judged(request, got)
-
-    def _room_for(self, request: Request) -> tuple[int, int, int]:
-        lanes, step = self._shape(request)
-        return lanes, step * request.size, step
 
     def _pack(self, request: Request, lanes: Lanes) -> Read:
         """As the engine wants it, without rows."""

@@ -15,7 +15,6 @@ from tutti_sglang.store.slots import Slots, slot_ids
 
 _PIECE = 4096
 """Slots that are read from the index at once."""
-NOTHING: Slots = np.empty(0, dtype=np.int64)
 _TURNS = HITS_MAX + 2
 """After so many turns of the hand there is a cold object, if there is any."""
 _PINNED_TURNS, _LATEST_TURNS = _TURNS + 1, _TURNS + 2
@@ -87,9 +86,9 @@ class Sweeper:
 
     def _claims(self, segments: Sequence[SegmentRow], total: int) -> int:
         """How many slots of a store of few are pinned; in a larger one there is room for both."""
-        if total > _PIECE:
+        if total > _PIECE or not segments:
             return 0
-        slots = np.concatenate([slot_ids(row.id, np.arange(row.slots)) for row in segments] or [NOTHING])
+        slots = np.concatenate([slot_ids(row.id, np.arange(row.slots)) for row in segments])
         return int(np.count_nonzero(self._pins.pinned(slots)))
 
     def _evict(self, window: _Window, namespace: int, count: int, spared: Slots, sparing: bool) -> int:

@@ -26,6 +26,7 @@ from tests.integration.linkers import (
     mha,
     offload,
     same,
+    watcher,
 )
 from tests.store.kit import eventually
 from tutti_sglang.gio.controller import Faults
@@ -69,12 +70,7 @@ def test_on_a_slow_drive_each_layer_is_awaited_and_whole(on_gio: Any) -> None:
     request = Request(linker, "r", keys(4))
     assert request.lookup() == 4
     assert request.load(kv=TO)
-    got: list[bool] = []
-
-    def seen(layer: int) -> None:
-        now = content(pool, TO)
-        got.append(all((now[at] == want[at]).all() for at in (layer, layer + len(want) // 2)))
-
+    seen, got = watcher(pool, TO, want)
     assert forward(linker, seen)
     assert got == [True] * 4
     assert linker._metrics.value("tutti_load_wait_seconds") > 0
