@@ -27,7 +27,7 @@ def test_rows_of_a_batch_of_pages(benchmark: Any) -> None:
     base = tuple(1 << 40 | tensor << 32 for tensor in range(len(TENSORS)))
     pages = PageMap(Order.LAYER, base, (TENSOR,) * len(TENSORS), TENSORS)
     indices = np.arange(PAGES * 64, dtype=np.int64)
-    rows = benchmark(lambda: pages.rows(pages_of(indices, 64)))
+    rows = benchmark(lambda: pages.rows(pages_of(indices, 64, PAGES)))
     assert rows.shape == (PAGES, len(TENSORS))
 
 

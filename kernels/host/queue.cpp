@@ -102,8 +102,11 @@ std::vector<int> Queue::take_retired_slots() {
 
 void Queue::push(std::shared_ptr<Batch> batch, std::uint32_t begin, std::uint32_t end) {
     std::lock_guard lock(mutex_);
-    auto &runs = runs_[std::min(batch->klass, kClasses - 1)];
-    runs.push_back({std::move(batch), begin, end});
+    Run run{std::move(batch), begin, end};
+    // Here and not when its turn comes: behind a drive that does not answer no turn comes.
+    bool any = false;
+    for (std::uint32_t at = begin; at < end; ++at) any |= !refused(run, at);
+    if (any) runs_[std::min(run.batch->klass, kClasses - 1)].push_back(std::move(run));
 }
 
 void Queue::drop(const Batch *batch, std::int32_t error) {
@@ -158,7 +161,7 @@ std::optional<Work> Queue::next() {
             drop(run, -ETIMEDOUT);
             continue;
         }
-        for (; run.next < run.end && settled_at_once(run); ++run.next) run.skip = 0;
+        for (; run.next < run.end && run.batch->items[run.next].ended; ++run.next) run.skip = 0;
         if (run.next == run.end) continue;
         Work work = form(run);
         ++work.file->in_flight;
@@ -174,10 +177,9 @@ std::optional<Work> Queue::next() {
     return std::nullopt;
 }
 
-/// Whether items[next] needs no I/O, or cannot have any; it is settled then.
-bool Queue::settled_at_once(Run &run) {
-    const auto &item = run.batch->items[run.next];
-    if (item.ended) return true;
+/// Whether items[at] cannot have any I/O; it is settled then.
+bool Queue::refused(Run &run, std::uint32_t at) {
+    const auto &item = run.batch->items[at];
     const std::uint64_t place = item.offset % limits_.segment_size;
     std::int32_t error = 0;
     if (item.operation > 1 || item.length == 0 || item.length > INT32_MAX || place + item.length > limits_.segment_size)
@@ -185,10 +187,8 @@ bool Queue::settled_at_once(Run &run) {
     else if (const std::uint64_t segment = item.offset / limits_.segment_size;
              segment > UINT32_MAX || !files_.contains(static_cast<std::uint32_t>(segment)))
         error = -EBADF;
-    else
-        return false;
-    end_item(run, run.next, error);
-    return true;
+    if (error) end_item(run, at, error);
+    return error;
 }
 
 Work Queue::form(Run &run) {

@@ -77,6 +77,7 @@ class Queue {
     /// Registered files whose segment is gone.
     std::vector<int> take_retired_slots();
 
+    /// Queue items [begin, end) of the batch. Those that are malformed or whose segment has no file end at once.
     void push(std::shared_ptr<Batch> batch, std::uint32_t begin, std::uint32_t end);
     /// End what has not started of `batch` (null: of every batch) with `error`.
     void drop(const Batch *batch, std::int32_t error);
@@ -100,7 +101,7 @@ class Queue {
     };
 
     std::deque<Run> *pick();
-    bool settled_at_once(Run &run);
+    bool refused(Run &run, std::uint32_t at);
     Work form(Run &run);
     void end_item(Run &run, std::uint32_t at, std::int32_t error);
     void end_segment(std::uint32_t segment);

@@ -11,7 +11,7 @@ from tests.integration.stores import extra
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1500)]
 
-REQUESTS, PROMPTS, USERS = 200, 16, 4
+REQUESTS, ROUND, PROMPTS, USERS = 200, 20, 16, 4
 INJECTED = (
     ("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.2"),  # seconds at most, before each call
     ("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.2"),  # of the calls
@@ -33,23 +33,22 @@ def test_two_hundred_requests_get_the_right_tokens_and_an_end(server: Server) ->
     known = [server.generate(prompt(each, 260), 8) for each in range(PROMPTS)]
     replies: list[tuple[int, Reply]] = []
 
-    def use(user: int) -> None:
-        for request in range(user, REQUESTS, USERS):
+    def use(requests: range) -> None:
+        for request in requests:
             each = request * 5 % PROMPTS
             replies.append((each, server.generate(prompt(each, 260), 8)))
-            if request % 20 == 0:
-                server.ask("POST", "/flush_cache")
 
-    threads = [threading.Thread(target=use, args=(user,)) for user in range(USERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for first in range(0, REQUESTS, ROUND):
+        server.flush()  # between the rounds: SGLang refuses it while anybody is served
+        threads = [threading.Thread(target=use, args=(range(first + user, first + ROUND, USERS),)) for user in range(USERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert len(replies) == REQUESTS
     assert all(reply.tokens == known[each].tokens for each, reply in replies)
     assert any(reply.storage for _, reply in replies)
     assert "HiCache storage test injector enabled" in server.log_text()
-    server.flush()
 
 
 def test_a_backend_that_is_detached_while_it_writes_and_reads_loses_nothing_wrongly(
