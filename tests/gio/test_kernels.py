@@ -15,6 +15,7 @@ pytest.importorskip("cuda.core", reason="cuda-python is not installed: the kerne
 from tutti_sglang.kernels import gio_uring
 
 REGISTERS = 96  # of 65536 per SM: 10 blocks of 64 threads on each SM stay resident
+PAGE = Path(__file__).parents[2] / "docs" / "gio-uring.md"
 
 pytestmark = pytest.mark.skipif(gio_native.cccl() is None, reason="the headers of libcu++ are not installed")
 
@@ -33,6 +34,15 @@ def test_the_kernels_need_no_local_memory(architecture: str) -> None:
         print(f"{architecture} {name}: {each.registers} registers, {each.stack + each.spill_stores} bytes of stack")
         assert (each.stack, each.spill_stores, each.spill_loads) == (0, 0, 0), name
         assert each.registers <= REGISTERS, name
+        assert each.registers == recorded(name, architecture), "docs/gio-uring.md is old"
+
+
+def recorded(kernel: str, architecture: str) -> int:
+    """Registers by the table of docs/gio-uring.md."""
+    rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    head = next(row for row in rows if row[1].strip() == gio_uring.ARCHITECTURES[0])
+    row = next(row for row in rows if row[0].strip() == f"`{kernel}`" and len(row) == len(head))
+    return int(row[[name.strip() for name in head].index(architecture)])
 
 
 PROMISED = {

@@ -70,7 +70,7 @@ def _build(folder: Path, headers: Path, controller: Path, flags: tuple[str, ...]
 def _run(program: Path, folder: Path, **options: int) -> subprocess.CompletedProcess[str]:
     arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     command = ["nice", str(program), str(folder / "segment"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300 + IOS / 500)
 
 
 @pytest.fixture(scope="session")

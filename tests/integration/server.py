@@ -115,6 +115,12 @@ class Server:
         """All it has printed."""
         return self.log.read_text(errors="replace")
 
+    def tracebacks(self) -> list[str]:
+        """Each that it has printed, with what stands around it."""
+        lines = self.log_text().splitlines()
+        starts = [number for number, line in enumerate(lines) if "Traceback" in line]
+        return ["\n".join(lines[max(0, start - 3) : start + 40]) for start in starts]
+
     def call(self, path: str, body: Any = None, *, method: str | None = None, seconds: float = REQUEST_SECONDS) -> str:
         """The text of an answer; with a body a POST of JSON. Raises HTTPError (an OSError) when it is not 200."""
         with urllib.request.urlopen(self.request(path, body, method), timeout=seconds) as answer:

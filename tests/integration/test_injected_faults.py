@@ -63,4 +63,4 @@ def test_a_backend_that_is_detached_while_it_writes_and_reads_loses_nothing_wron
         server.flush()
         again = server.generate(prompt(number, 520), 8)
         assert again.tokens == first.tokens
-    assert not [line for line in server.log_text().splitlines() if "Traceback" in line]
+    assert not server.tracebacks()
