@@ -54,6 +54,7 @@ def test_two_hundred_requests_get_the_right_tokens_and_an_end(server: Server) ->
 def test_a_backend_that_is_detached_while_it_writes_and_reads_loses_nothing_wrongly(
     server: Server, store: Path
 ) -> None:
+    before = len(server.tracebacks())  # SGLang's own: it may ask itself to freeze_gc before its port is open
     for number in range(100, 110):
         first = server.generate(prompt(number, 520), 8)  # its pages are on their way to the store
         status, text = server.detach()
@@ -63,4 +64,4 @@ def test_a_backend_that_is_detached_while_it_writes_and_reads_loses_nothing_wron
         server.flush()
         again = server.generate(prompt(number, 520), 8)
         assert again.tokens == first.tokens
-    assert not server.tracebacks()
+    assert not server.tracebacks()[before:]
