@@ -111,7 +111,7 @@ class Soaker:
     def check(self, held: list[int]) -> dict[str, float]:
         """Read what was held, each page for itself: how many, how many came, of these how many not at the first try (a
         busy drive is late, which is a miss and no loss), and how many came wrong."""
-        before, found = self.state(), Counter[str]()
+        before, found = self.state(), Counter(held=0, came=0, wrong=0, late=0)
         for prompt, count in zip(self._prompts, held, strict=True):
             if not count:
                 continue
