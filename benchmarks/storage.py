@@ -67,9 +67,7 @@ def _options() -> argparse.Namespace:
         "--operations", default="put,get", help="of put, get (cold), hot, mixed (put and cold get at once)"
     )
     parser.add_argument("--bytes", default="512MiB", help="moved by each contender in each operation")
-    parser.add_argument(
-        "--busy-bytes", default="", help="the same beside a busy thread (default: a quarter of --bytes)"
-    )
+    parser.add_argument("--busy-bytes", default="", help="the same beside a busy thread, at most (default: --bytes)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before them that are not kept")
     parser.add_argument(
@@ -84,7 +82,7 @@ def _options() -> argparse.Namespace:
     options.sizes = [parse_size(size) for size in options.sizes.split(",")]
     options.operations = options.operations.split(",")
     options.bytes = parse_size(options.bytes)
-    options.busy_bytes = parse_size(options.busy_bytes) if options.busy_bytes else options.bytes // 4
+    options.busy_bytes = parse_size(options.busy_bytes) if options.busy_bytes else options.bytes
     for contender in options.contender:
         if _parse(contender)[0] not in (*BACKENDS, "fio"):
             parser.error(f"unknown contender {contender!r}; there are {', '.join(('fio', *BACKENDS))}")

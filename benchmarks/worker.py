@@ -23,6 +23,8 @@ from tutti_sglang.memory import view
 
 BACKENDS: dict[str, type[Backend]] = {"tutti": Tutti, "file": File, "nixl": Nixl, "lmcache": LMCache}
 ALONE_SECONDS = 0.2
+BUSY_SECONDS = 4.0
+"""Beside a busy thread no further batch begins after so long: some backends keep 1 % of their rate there."""
 PATIENCE = 900.0
 LOG = "log"
 
@@ -91,21 +93,22 @@ class Bench:
 
     def measure(self, operation: str, beside: str) -> dict[str, Any]:
         """A row of `put`, `get` (cold), `hot` or `mixed`: `idle`, beside a `busy` thread or by the `gil` sampler."""
-        pages = self.case.busy_pages if beside == "busy" else self.case.pages
+        pages, patience = (self.case.busy_pages, BUSY_SECONDS) if beside == "busy" else (self.case.pages, float("inf"))
         prepare, run = {
             "put": (self._nothing, self._put),
             "get": (self._chill, self._get),
             "hot": (self._blank, self._get),
             "mixed": (self._chill, self._both),
         }[operation]
-        row: dict[str, Any] = {"operation": operation, "beside": beside, "bytes": pages * self.case.shape.page_bytes}
+        row: dict[str, Any] = {"operation": operation, "beside": beside}
         prepare(row)
         watch = {"idle": _watch_cpu, "busy": _watch_busy, "gil": _watch_gil}[beside]
         start = time.perf_counter()
-        row |= watch(lambda: run(pages, row))
+        row |= watch(lambda: run(pages, row, patience))
         row.setdefault("seconds", time.perf_counter() - start)
+        row["bytes"] = (row.get("read", 0) + row.get("written", 0)) * self.case.shape.page_bytes
         if operation != "put":
-            self._verify(pages)
+            self._verify(row["read"])
         if operation in ("put", "mixed"):
             self.writer.clear()
         return row
@@ -127,49 +130,55 @@ class Bench:
         head = f"{self.case.seed}/{self._generation}/"
         return [hashlib.sha256(f"{head}{i}".encode()).hexdigest() for i in range(self.case.pages)]
 
-    def _move(self, batch: Callable[[list[str], Any], bool], keys: list[str]) -> None:
+    def _move(self, batch: Callable[[list[str], Any], bool], keys: list[str], patience: float = float("inf")) -> int:
+        """How many pages were moved, batch by batch, until `patience` seconds were over."""
         import torch
 
-        size = self.case.shape.page_size
+        size, until = self.case.shape.page_size, time.perf_counter() + patience
         indices = torch.arange(len(keys) * size)
         for start in range(0, len(keys), BATCH):
+            if start and time.perf_counter() > until:
+                return start
             some = keys[start : start + BATCH]
             assert batch(some, indices[start * size : (start + len(some)) * size]), f"{self.case.kind} refused a batch"
+        return len(keys)
 
-    def _put(self, pages: int, row: dict[str, Any]) -> None:
+    def _put(self, pages: int, row: dict[str, Any], patience: float) -> None:
         keys = self._keys()[:pages]
         start = time.perf_counter()
-        self._move(self.writer.put, keys)
+        row["written"] = self._move(self.writer.put, keys, patience)
         row["seconds_accepted"] = time.perf_counter() - start
         self.writer.settle()
         row["seconds"] = time.perf_counter() - start
 
-    def _get(self, pages: int, row: dict[str, Any]) -> None:
+    def _get(self, pages: int, row: dict[str, Any], patience: float) -> None:
         keys = self._stored[:pages]
         start = time.perf_counter()
         found = self.reader.exists(keys)
         row["seconds_lookup"] = time.perf_counter() - start
         assert found == pages, f"{self.case.kind} found {found} of {pages} pages"
-        self._move(self.reader.get, keys)
+        row["read"] = self._move(self.reader.get, keys, patience)
         row["seconds"] = time.perf_counter() - start
 
-    def _both(self, pages: int, row: dict[str, Any]) -> None:
+    def _both(self, pages: int, row: dict[str, Any], patience: float) -> None:
         failed: list[BaseException] = []
+        written: dict[str, Any] = {}
 
         def put() -> None:
             try:
-                self._put(pages, {})
+                self._put(pages, written, patience)
             except BaseException as error:  # noqa: BLE001 — handed to the main thread
                 failed.append(error)
 
         start = time.perf_counter()
         thread = threading.Thread(target=put)
         thread.start()
-        self._get(pages, row)
+        self._get(pages, row, patience)
         thread.join()
-        row |= {"seconds": time.perf_counter() - start, "bytes": 2 * row["bytes"]}
+        row["seconds"] = time.perf_counter() - start
         if failed:
             raise failed[0]
+        row["written"] = written["written"]
 
     def _nothing(self, row: dict[str, Any]) -> None:
         """What is put is in the pool already."""
