@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md from the runs in docs/results/: no figure on the page is typed by hand."""
+"""Writes the tables of docs/benchmarks.md and docs/fleet.md from the runs in docs/results/: none is typed by hand."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import break_even, eviction, index, serving, soak, steps, storage_summary, windows
+from benchmarks import break_even, eviction, index, serving, soak, steps, storage_summary, two_servers, windows
 from benchmarks.report import Figures, Report
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE, RESULTS = DOCS / "benchmarks.md", DOCS / "results"
+PAGES, RESULTS = (DOCS / "benchmarks.md", DOCS / "fleet.md"), DOCS / "results"
 SERVED = ("chat", "long_context", "shared_prefix", "mixed", "compare")
 TABLES: dict[str, Callable[[Report], Iterable[Figures]]] = {
     "storage": lambda run: storage_summary.tables(storage_summary.summarise(run.rows)),
@@ -20,6 +20,7 @@ TABLES: dict[str, Callable[[Report], Iterable[Figures]]] = {
     "windows": lambda run: [windows.figures(windows.summarise(run.rows))],
     "steps": lambda run: [steps.figures(steps.summarise(run.rows))],
     "break_even": lambda run: [break_even.figures(break_even.summarise(run.rows))],
+    "two_servers": lambda run: [two_servers.figures(run.rows)],
     **dict.fromkeys(SERVED, lambda run: [serving.figures(run.benchmark, serving.summarise(run.rows))]),
 }
 _BLOCK = re.compile(r"(<!-- results of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -38,4 +39,5 @@ def _block(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(published(PAGE.read_text(), RESULTS))
+    for each in PAGES:
+        each.write_text(published(each.read_text(), RESULTS))

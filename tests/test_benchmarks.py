@@ -204,8 +204,9 @@ def test_a_spinner_ends() -> None:
     assert threading.active_count() == before
 
 
-def test_the_page_shows_what_was_measured() -> None:
-    page = publish.PAGE.read_text()
+@pytest.mark.parametrize("place", publish.PAGES, ids=lambda place: place.name)
+def test_the_page_shows_what_was_measured(place: Path) -> None:
+    page = place.read_text()
     assert publish.published(page, publish.RESULTS) == page, "run python -m benchmarks.publish"
 
 
