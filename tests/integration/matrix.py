@@ -107,7 +107,7 @@ FEATURES = (
     ),
     ("the same on two ranks: shards and replicas", "works", f"{HERE}/test_updating.py"),
     ("LoRA adapters, `cache_salt`, `extra_key`, by SGLang's keys", "works", "tests/regressions/test_key.py"),
-    ("a server with LoRA adapters", f"untested: `-m matrix {HERE}/test_adapters.py`", ""),
+    ("a server with LoRA adapters, from its launch and loaded later", "works", f"{HERE}/test_adapters.py"),
     ("two servers of a fleet, one on each path, in one conversation", "works", f"{HERE}/test_fleet.py"),
     ("SGLang's fault and delay injector", "works", f"{HERE}/test_injected_faults.py"),
     ("a prefill and a decode server on one store", f"untested: `-m matrix {HERE}/test_disaggregation.py`", ""),
