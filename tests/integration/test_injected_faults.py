@@ -40,7 +40,9 @@ def test_two_hundred_requests_get_the_right_tokens_and_an_end(server: Server) ->
 
     for first in range(0, REQUESTS, ROUND):
         server.flush()  # between the rounds: SGLang refuses it while anybody is served
-        threads = [threading.Thread(target=use, args=(range(first + user, first + ROUND, USERS),)) for user in range(USERS)]
+        threads = [
+            threading.Thread(target=use, args=(range(first + user, first + ROUND, USERS),)) for user in range(USERS)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
