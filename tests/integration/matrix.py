@@ -110,7 +110,7 @@ FEATURES = (
     ("a server with LoRA adapters, from its launch and loaded later", "works", f"{HERE}/test_adapters.py"),
     ("two servers of a fleet, one on each path, in one conversation", "works", f"{HERE}/test_fleet.py"),
     ("SGLang's fault and delay injector", "works", f"{HERE}/test_injected_faults.py"),
-    ("a prefill and a decode server on one store", f"untested: `-m matrix {HERE}/test_disaggregation.py`", ""),
+    ("a prefill and a decode server on one store", "works", f"{HERE}/test_disaggregation.py"),
     ("decode offload on two ranks, through SGLang's manager and controller", "works", f"{HERE}/test_decode_offload.py"),
     ("the direct path, TP 1 and 2, normal and overlap", "works", f"{HERE}/test_direct_end_to_end.py"),
     ("`sglang.Engine`, pages of one token", "works", f"{HERE}/test_end_to_end.py"),

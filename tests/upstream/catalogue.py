@@ -97,7 +97,11 @@ HICACHE = (
     Check(
         "../disaggregation/test_disaggregation_decode_offload.py",
         "what a decode server computed is restored by the prefill server",
-        ("tests/integration/test_decode_offload.py::test_a_prefill_server_finds_what_a_decode_server_offloaded",),
+        (
+            "tests/integration/test_decode_offload.py::test_a_prefill_server_finds_what_a_decode_server_offloaded",
+            "tests/integration/test_disaggregation.py::"
+            "test_what_either_server_computed_is_restored_by_the_prefill_server",
+        ),
     ),
     Check(
         "../lora/test_lora_radix_cache.py, ../lora/test_lora_update.py",
