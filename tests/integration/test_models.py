@@ -49,7 +49,7 @@ def test_what_was_computed_comes_back(case: Case, servers: Servers, disk: Path) 
 def test_a_model_of_another_kind_takes_the_tier_while_it_serves(name: str, servers: Servers, disk: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     server = servers.get(case.launch())
-    server.generate(WHOLE_PAGES[:200])
+    server.generate(prompt(1, 200))  # not the beginning of what follows: what is computed before is not stored later
     attach(server, disk / "store", prefetch_timeout_base=100)
     cold = [server.generate(each) for each in PROMPTS]
     assert all(reply.storage == 0 for reply in cold)
