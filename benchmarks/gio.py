@@ -56,6 +56,11 @@ def main() -> None:
                     _print(rows[-1])
     if options.json:
         options.json.write_text(json.dumps({"command": sys.argv, "rows": rows}, indent=1))
+    if options.profiles:
+        from tutti_sglang.schedule.profiling import save_sms  # needs more than the rest does
+
+        largest = [row for row in rows if row["size"] == max(options.sizes) and row["sms"]]
+        save_sms(options.profiles, [(row["sms"], row["gb_per_second"] * 1e9) for row in largest])
 
 
 def _why_no_gpu() -> str:
@@ -142,6 +147,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="per line")
     parser.add_argument("--directory", type=Path, help="where the files lie")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--profiles", type=Path, help="`profiles` beside a store's index: plans of layers go by it then"
+    )
     return parser.parse_args()
 
 

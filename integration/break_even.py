@@ -59,18 +59,18 @@ class Timing:
     def __init__(self, config: Config, store: ObjectStore, identity: Identity, storage: Any) -> None:
         self._folder = config.index_path / PROFILES
         self._store = store
-        self._table = Table.load(self._folder, table_identity(identity, storage))
-        self._judge = Judge(self._table, process_metrics(), chunk_tokens()) if config.break_even == "on" else None
-        self._saved = self._table.count
-        drives = saved_drives(self._folder)
-        if self._judge and drives:
-            for nbytes, seconds in drives.loads:
+        self.table = Table.load(self._folder, table_identity(identity, storage))
+        self.drives = saved_drives(self._folder)
+        self._judge = Judge(self.table, process_metrics(), chunk_tokens()) if config.break_even == "on" else None
+        self._saved = self.table.count
+        if self._judge and self.drives:
+            for nbytes, seconds in self.drives.loads:
                 self._judge.measured(nbytes, seconds)
-        if self._table.known:
-            logger.info("tutti: %d prefill times of this model and device are known", self._table.count)
+        if self.table.known:
+            logger.info("tutti: %d prefill times of this model and device are known", self.table.count)
         _timings.add(self)
         process_gate().attach(store.window)
-        process_gate().clockwork = self._table
+        process_gate().clockwork = self.table
 
     def announce(self, rid: str, prefix: int, new: int) -> None:
         """As Judge.announce."""
@@ -95,17 +95,17 @@ class Timing:
 
     def save(self) -> None:
         """Keep what was measured for the next start."""
-        if self._table.count > self._saved:
-            self._saved = self._table.count
+        if self.table.count > self._saved:
+            self._saved = self.table.count
             with contextlib.suppress(OSError):
-                self._table.save(self._folder)
+                self.table.save(self._folder)
 
     def close(self) -> None:
         """Be told no more."""
         _timings.discard(self)
         gate = process_gate()
         gate.detach(self._store.window)
-        if gate.clockwork is self._table:
+        if gate.clockwork is self.table:
             gate.clockwork = None
         self.save()
 

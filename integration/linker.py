@@ -17,16 +17,19 @@ from tutti_sglang.config import load_config
 from tutti_sglang.errors import StoreError
 from tutti_sglang.integration import hooks, live
 from tutti_sglang.integration.calls import Calls, guarded, key_bytes
-from tutti_sglang.integration.direct.loading import LayerCounter, Load, Loader, Part
+from tutti_sglang.integration.direct.batches import LayerCounter, Load, Part
+from tutti_sglang.integration.direct.loading import Loader
 from tutti_sglang.integration.direct.lookups import Lookups
 from tutti_sglang.integration.direct.movers import choose_mover
 from tutti_sglang.integration.direct.offload import Offloader, Pages
+from tutti_sglang.integration.direct.pacing import Pacing
 from tutti_sglang.integration.direct.pools import device_pools
 from tutti_sglang.integration.direct.preload import Preloader
 from tutti_sglang.integration.direct.room import Room
 from tutti_sglang.integration.direct.setup import Ranks, open_tier, refuse, storage_config, together
 from tutti_sglang.integration.hashing import load_hashing
 from tutti_sglang.metrics import process_metrics
+from tutti_sglang.schedule.gate import process_gate
 from tutti_sglang.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -82,7 +85,9 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
             self._room.freed = self._preloader.wake
         self._lookups = Lookups(self._tier.pool, self._preloader, streams=self._mover.reaches)
         give = self._room.give if self._room else lambda places: None
-        self._loader = Loader(self._mover, layers, give, self._metrics, self._fault("load"))
+        page_bytes = self.pools[PoolName.KV].view.page_bytes
+        pacing = Pacing(self._tier.timing, self._tier.store, page_bytes, process_gate(), self._metrics)
+        self._loader = Loader(self._mover, layers, give, self._metrics, self._fault("load"), pacing)
         self._offloader = Offloader(
             self._mover,
             self._tier.pool,

@@ -18,6 +18,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tutti_load_pages": ("Pages that loads of the direct path moved into device slots", ("source",)),
     "tutti_load_requests": ("Requests with a load of the direct path", ("outcome",)),
     "tutti_load_wait_seconds": ("Time that forward passes waited for layers", ()),
+    "tutti_planned_bytes": ("I/O that plans of prefills issued with their layers", ("io",)),
     "tutti_load_overdue_seconds": ("Time that loads waited for drives that had not answered by their deadline", ()),
     "tutti_bytes": ("Payload bytes moved", ("op",)),
     "tutti_break_even_requests": ("Requests with stored pages, by what was decided", ("outcome",)),

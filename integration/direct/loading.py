@@ -1,21 +1,23 @@
 """Layer by layer into device slots, in step with the forward pass: what was staged is copied, the rest is read.
 
-A batch holds the loads of all requests that are admitted together; layer l of all their pages is moved as one. The
-forward waits for each layer in `LayerCounter.wait_until`, and no longer.
+A batch holds the loads of all requests that are admitted together; layer l of all their pages is moved as one. Where
+the drives are read beside compute, the batch's plan says when; elsewhere all is read as soon as it can be.
 """
 
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tutti_sglang.integration.direct.movers import Mark, Mover, Slots, Source
+from tutti_sglang.integration.direct.batches import Batch, Load, Part
+from tutti_sglang.integration.direct.movers import Mover, Slots, Source
+from tutti_sglang.integration.direct.pacing import Pacing
 from tutti_sglang.integration.direct.pools import DevicePool
 from tutti_sglang.integration.direct.room import Place
 from tutti_sglang.memory import Addresses
@@ -24,26 +26,6 @@ from tutti_sglang.store import Layers, Started
 
 LAYER_SECONDS = 60.0
 """A layer that takes longer has failed; until then nobody gives up what a drive may still deliver."""
-
-
-@dataclass(eq=False)
-class Part:
-    """The pages of one pool that a request loads. `places`: where each is staged, None for those that are read;
-    `layers`: the open reads of these, in order."""
-
-    pool: DevicePool
-    indices: torch.Tensor
-    places: list[Place | None]
-    layers: Layers | None = None
-
-
-@dataclass(eq=False)
-class Load:
-    """All that a request loads. `held`: what must stay open until its pages are in their slots."""
-
-    rid: str
-    parts: list[Part]
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 @dataclass(frozen=True)
@@ -65,93 +47,16 @@ class _Read:
     rows: Addresses
 
 
-class Batch:
-    """The loads of one forward pass. `ready`: layers that are in their slots, or on a stream on their way there;
-    `times`: since when each is (time.monotonic())."""
+class _Begun(NamedTuple):
+    """The reads of a layer, which were begun `at` that time (time.monotonic())."""
 
-    def __init__(self, loads: list[Load], layers: int) -> None:
-        self.loads = loads
-        self.ready = 0
-        self.failed = False
-        self.waited = 0.0
-        self.times: list[float] = []
-        self._layers = layers
-        self._marks: list[list[Mark]] = [[] for _ in range(layers)]
-        self._changed = threading.Condition()
-
-    def advance(self, marks: list[Mark]) -> None:
-        """One more layer is under way."""
-        with self._changed:
-            self._marks[self.ready] = marks
-            self.times.append(time.monotonic())
-            self.ready += 1
-            self._changed.notify_all()
-
-    def fail(self) -> None:
-        """Nothing more will come; whoever waits goes on, and `finish` tells."""
-        with self._changed:
-            self.failed, self.ready = True, self._layers
-            self._changed.notify_all()
-
-    def wait_until(self, layer: int) -> None:
-        """The caller's next work comes after this layer's."""
-        if self.ready <= layer:
-            start = time.monotonic()
-            with self._changed:
-                self._changed.wait_for(lambda: self.ready > layer)
-            self.waited += time.monotonic() - start
-        for mark in self._marks[layer]:
-            mark.wait()
-
-    def is_over(self) -> bool:
-        """Whether host memory of the batch is not read any more."""
-        return self.ready == self._layers and all(mark.done() for marks in self._marks for mark in marks)
-
-
-class LayerCounter:
-    """What SGLang's pools ask before they hand out a layer (memory_pool.py:2852). Unknown and finished batches never
-    wait: decode batches carry the index of the last prefill."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
-        self.consumer_index = -1
-        self._next = 0
-        self._batches: dict[int, Batch] = {}
-
-    def add(self, batch: Batch) -> int:
-        """The index under which the forward pass will ask for it."""
-        index, self._next = self._next, self._next + 1
-        self._batches[index] = batch
-        return index
-
-    def batch(self, index: int) -> Batch | None:
-        """The batch under this index, until it is finished."""
-        return self._batches.get(index)
-
-    def set_consumer(self, index: int) -> None:
-        """The next forward pass is that of this batch."""
-        self.consumer_index = index
-
-    def wait_until(self, threshold: int) -> None:
-        """Layer `threshold` of the current batch is in its slots for whatever the caller does next."""
-        batch = self._batches.get(self.consumer_index)
-        if batch is not None:
-            batch.wait_until(threshold)
-
-    def take(self, index: int) -> Batch | None:
-        """The batch is being finished."""
-        return self._batches.pop(index, None)
-
-    def reset(self) -> list[Batch]:
-        """Forget all batches; those that were not finished."""
-        batches, self._batches = list(self._batches.values()), {}
-        self.consumer_index = -1
-        return batches
+    at: float
+    reads: list[tuple[_Read, Started | None]]
 
 
 class Loader:
     """Moves batches: on the caller's thread where that only enqueues, else on a thread of its own, one after the
-    other. `free`: gives pages back to the room."""
+    other. `free`: gives pages back to the room; `pacing`: None reads everything as soon as it can be."""
 
     def __init__(
         self,
@@ -160,8 +65,10 @@ class Loader:
         free: Callable[[list[Place]], None],
         metrics: Metrics,
         report: Callable[[Exception], None],
+        pacing: Pacing | None = None,
     ) -> None:
         self._mover, self._layers, self._free, self._metrics, self._report = mover, layers, free, metrics, report
+        self._pacing = pacing
         self._queue: queue.SimpleQueue[tuple[Batch, list[_Copy], list[_Read]] | None] = queue.SimpleQueue()
         self._ending: list[Batch] = []
         self._thread = threading.Thread(target=self._run, name="tutti-load", daemon=True)
@@ -183,6 +90,8 @@ class Loader:
         copies, reads = self._plan(batch.loads)
         self._metrics.add("tutti_load_pages", sum(each.pages for each in copies), source="staged")
         self._metrics.add("tutti_load_pages", sum(len(each.rows) for each in reads), source="drive")
+        if reads and self._pacing and self._pacing.ready:
+            batch.pace(self._pacing, [sum(_bytes(read, layer) for read in reads) for layer in range(self._layers)])
         if self._mover.asynchronous and not reads:
             self._move(batch, copies, reads)
         else:
@@ -251,28 +160,33 @@ class Loader:
                 self._report(error)
                 task[0].fail()
 
-    def _begin(self, reads: list[_Read]) -> list[list[tuple[_Read, Started | None]]]:
-        """Start all reads of all layers, in their order, where drives reach the slots. (layers,) what is to end."""
-        start = time.monotonic()
-        return [
+    def _begin(self, reads: list[_Read], layer: int, deadline: float) -> _Begun:
+        """Start the reads of a layer, where drives reach the slots; elsewhere they are made when they are ended."""
+        return _Begun(
+            time.monotonic(),
             [
-                (read, read.layers.begin(tensors, read.rows[:, tensors], start + (layer + 1) * LAYER_SECONDS))
+                (read, read.layers.begin(tensors, read.rows[:, tensors], deadline))
                 for read in reads
                 if (tensors := _tensors(read.pool, layer)) is not None
-            ]
-            for layer in range(self._layers)
-        ]
+            ],
+        )
 
     def _move(self, batch: Batch, copies: list[_Copy], reads: list[_Read]) -> None:
-        good, begun = True, self._begin(reads)
+        good, begun, since = True, list[_Begun](), 0.0
         for layer in range(self._layers):
+            for issued in range(len(begun), batch.await_issue(layer)):
+                deadline = time.monotonic() + (issued - layer + 1) * LAYER_SECONDS
+                begun.append(self._begin(reads, issued, deadline))
             marks = [
                 self._mover.put(each.pool, each.slots, tensors, each.source)
                 for each in copies
                 if (tensors := _tensors(each.pool, layer)) is not None
             ]
-            for read, ahead in begun[layer]:
+            since = max(since, begun[layer].at)
+            for read, ahead in begun[layer].reads:
                 good = good and bool(read.layers.end(ahead).all())
+            if good and self._pacing:
+                since = self._pacing.loaded(sum(_bytes(read, layer) for read in reads), since)
             if layer == self._layers - 1:
                 good = all(bool(read.layers.close().all()) for read in reads) and good
                 batch.failed = not good
@@ -291,3 +205,9 @@ def _tensors(pool: DevicePool, layer: int) -> slice | None:
     """Those of the layer, if this pool has any."""
     tensors = pool.layers[layer] if layer < len(pool.layers) else slice(0, 0)
     return tensors if tensors.stop > tensors.start else None
+
+
+def _bytes(read: _Read, layer: int) -> int:
+    """That are read for the layer."""
+    tensors = _tensors(read.pool, layer)
+    return 0 if tensors is None else len(read.rows) * sum(read.pool.view.maps[0].sizes[tensors])

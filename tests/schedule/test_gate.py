@@ -181,3 +181,24 @@ def test_only_a_prefill_closes_the_window() -> None:
     assert writes_until(Mode.PREFILL, 5, 0.0) == 5
     assert writes_until(Mode.PREFILL, 5, 1.0) == 5 + S
     assert all(writes_until(mode, 5, 0.0) == FOREVER for mode in Mode if mode is not Mode.PREFILL)
+
+
+def test_within_a_prefill_writes_start_as_far_as_its_plan_lets_them(gate: Gate, window: Window, clock: Clock) -> None:
+    step = gate.begin(Mode.PREFILL, 1000)
+    assert gate.step is step
+    gate.let_write(0.05)
+    assert _open(window, clock)
+    clock.now += S // 20
+    assert not _open(window, clock)
+    gate.let_write(0.05)
+    gate.let_write(0.0)
+    assert not _open(window, clock)
+
+
+def test_a_plan_does_not_make_a_long_prefill_seem_idle(gate: Gate, window: Window, clock: Clock) -> None:
+    gate.clockwork = _table(0.5)
+    gate.clockwork.expected(512, 0)  # type: ignore[attr-defined]  # fits the table
+    gate.begin(Mode.PREFILL, 512)
+    gate.let_write(0.0)
+    clock.now += 4 * S // 10
+    assert not _open(window, clock), "it still computes"

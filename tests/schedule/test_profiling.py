@@ -8,10 +8,21 @@ import pytest
 
 from tests.store.kit import config
 from tutti_sglang.errors import StoreError
-from tutti_sglang.schedule.profiling import DRIVES, Drives, measure_drives, profile, saved_drives
+from tutti_sglang.schedule.profiling import DRIVES, Drives, _save, measure_drives, profile, save_sms, saved_drives
 from tutti_sglang.store import ObjectStore
+from tutti_sglang.store.directory import PROFILES
 
 MIB = 1 << 20
+
+
+def test_what_was_measured_of_sms_stays_beside_what_is_measured_of_drives(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    folder = settings.index_path / PROFILES
+    folder.parent.mkdir(exist_ok=True)
+    save_sms(folder, [(8, 4e9)])
+    assert saved_drives(folder) == Drives([], 0.0, 0.0, 0.0, [(8, 4e9)])
+    _save(settings, Drives([(1, 1.0)], 2e9, 1e9, 1e9))
+    assert saved_drives(folder) == Drives([(1, 1.0)], 2e9, 1e9, 1e9, [(8, 4e9)])
 
 
 def test_the_drives_are_measured_and_the_store_is_empty_afterwards(disk: Path) -> None:

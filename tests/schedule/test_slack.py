@@ -127,3 +127,14 @@ def test_drives_that_became_fast_at_one_size_are_fast_at_smaller_ones() -> None:
         curve.observe(1 << 22, 0.01)
     assert curve.expected(1 << 18) <= 0.01
     assert curve.expected(1 << 24) == pytest.approx(0.04)
+
+
+def test_a_shape_counts_as_measured_when_it_was_seen_alone_and_beside_io() -> None:
+    table = _filled()
+    assert not table.hides
+    assert not table.measured(1024, 0)
+    table.observe(1024, 0, 9.0, beside=True)
+    assert table.hides
+    assert table.measured(1024, 0)
+    assert table.slack(1024, 0) == 0, "it was measured, and hides nothing"
+    assert not table.measured(64, 0)

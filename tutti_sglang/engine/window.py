@@ -57,6 +57,11 @@ class Window:
         """Why other processes of the store are not seen; empty when they are."""
         return self._rows.why_alone
 
+    @property
+    def write_rate(self) -> float:
+        """Bytes per second of this process's latest loads of writes; 0 before the first."""
+        return self._rate
+
     def busy(self, now: int = 0) -> bool:
         """Whether I/O is in flight on a drive of the store, of whatever process. `now`: of the window's clock, where
         the caller has just looked at it."""

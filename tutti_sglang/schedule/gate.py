@@ -57,7 +57,9 @@ class Gate:
         self._pending: deque[tuple[Step, Mark]] = deque(maxlen=MOST_PENDING)
         self._spent = [0] * len(Mode)
         self._mode, self._since = Mode.IDLE, clock()
-        self._flushed = self._since
+        self._flushed = self._heard = self._since
+        self.step = Step(Mode.IDLE, 0, 0.0, self._since, False)
+        """The one that was begun last."""
 
     @property
     def listening(self) -> bool:
@@ -86,7 +88,15 @@ class Gate:
             slack = self.clockwork.slack(new, prefix)
             heard = heard_until(now, self.clockwork.roughly(new, prefix))
         self._tell(mode, now, writes_until(mode, now, slack), heard)
-        return Step(mode, new, prefix, now, mode is Mode.PREFILL and self._busy(now))
+        self._heard = heard
+        self.step = Step(mode, new, prefix, now, mode is Mode.PREFILL and self._busy(now))
+        return self.step
+
+    def let_write(self, seconds: float) -> None:
+        """Within the step that was begun last: writes may start for so long from now, and no more of them."""
+        now = self._clock()
+        for window in self.windows:
+            window.hear(self._mode, now + int(seconds * 1e9), max(now, self._heard))
 
     def end(self, step: Step) -> None:
         """It is done: the device is the CPU, which was waited for."""

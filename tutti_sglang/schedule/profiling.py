@@ -43,12 +43,13 @@ Progress = Callable[[int, int, str], None]
 
 class Drives(msgspec.Struct):
     """What the store gives here: (bytes, seconds) of loads; bytes per second of reads and writes alone, and of both
-    together where they meet, without windows."""
+    together where they meet, without windows. `sms`: (SMs, bytes per second) of gio's kernel, where it was measured."""
 
     loads: list[tuple[int, float]]
     read: float
     write: float
     mixed: float
+    sms: list[tuple[int, float]] = []
 
     @property
     def mixing(self) -> float:
@@ -206,8 +207,18 @@ def _ask(url: str, body: dict[str, Any]) -> None:
         raise StoreError(f"{url} does not answer: {error}", "Is it the address of the running server?") from error
 
 
+def save_sms(folder: Path, sms: list[tuple[int, float]]) -> None:
+    """Note what gio's kernel moves on how many SMs, beside what is known of the drives. OSError."""
+    _write(folder, msgspec.structs.replace(saved_drives(folder) or Drives([], 0.0, 0.0, 0.0), sms=sms))
+
+
 def _save(config: Config, drives: Drives) -> None:
     folder = config.index_path / PROFILES
+    known = saved_drives(folder)
+    _write(folder, msgspec.structs.replace(drives, sms=known.sms if known else []))
+
+
+def _write(folder: Path, drives: Drives) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / DRIVES).write_bytes(msgspec.json.encode(drives))
 

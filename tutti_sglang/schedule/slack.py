@@ -124,6 +124,16 @@ class Table:
             done += part
         return total
 
+    @property
+    def hides(self) -> bool:
+        """Whether any prefill was measured beside busy drives."""
+        return self._beside
+
+    def measured(self, new: int, prefix: float) -> bool:
+        """Whether such a prefill was measured alone and beside busy drives: then `slack` says something."""
+        cell = self._cells.get(_place(new, prefix))
+        return cell is not None and bool(cell.beside and cell.seconds)
+
     def slack(self, new: int, prefix: float) -> float:
         """Seconds of such a prefill in which I/O costs it nothing; 0 unless that was measured."""
         if not self._beside:
