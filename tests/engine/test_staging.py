@@ -15,6 +15,7 @@ from tutti_sglang.engine import Ticket
 from tutti_sglang.engine.batch import IN_PROGRESS, IOCTX_DTYPE
 from tutti_sglang.engine.staging import Extent, FreeRanges, Staging
 from tutti_sglang.errors import EngineError
+from tutti_sglang.kernels import pinning
 from tutti_sglang.memory import PAGE, view
 from tutti_sglang.metrics import Metrics
 
@@ -268,3 +269,36 @@ def test_a_pool_leaves_nothing_behind() -> None:
         staging.close()
     gc.collect()
     assert (mapped() - before) * PAGE < 64 << 20
+
+
+def test_without_a_device_it_is_not_pinned_and_nobody_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    staging, _ = make_staging()
+    assert not staging.pinned
+    assert not caplog.records
+    staging.close()
+
+
+def test_memory_that_cannot_be_pinned_serves_and_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pinning, "pin", lambda *_: pinning.Pin(False, "refused by this test", lambda: None))
+    staging, _ = make_staging()
+    assert "refused by this test" in caplog.text
+    assert not staging.pinned
+    assert staging.acquire(PAGE)
+
+
+def test_it_is_unpinned_once_and_before_the_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(
+        pinning, "pin", lambda *_: pinning.Pin(True, "", lambda: seen.append(int(staging._region.view.size)))
+    )
+    staging, _ = make_staging()
+    assert staging.pinned
+    extent = staging.acquire(PAGE)
+    assert extent
+    staging.close()
+    assert not seen, "somebody still copies out of it"
+    staging.release(extent)
+    staging.close()
+    assert seen == [PAGES * PAGE]

@@ -118,6 +118,7 @@ FEATURES = (
     ("a prefill and a decode server on one store", "works", f"{HERE}/test_disaggregation.py"),
     ("decode offload on two ranks, through SGLang's manager and controller", "works", f"{HERE}/test_decode_offload.py"),
     ("the direct path, TP 1 and 2, normal and overlap", "works", f"{HERE}/test_direct_end_to_end.py"),
+    ("the direct path with attention DP, through the linker", "works", f"{HERE}/direct/test_ranks.py"),
     ("`sglang.Engine`, pages of one token", "works", f"{HERE}/test_end_to_end.py"),
     ("`--hicache-storage-backend dynamic`, buffer_only", "works", f"{HERE}/test_end_to_end.py"),
     ("TP, PP, attention CP, attention DP, through SGLang's tree and controller", "works", f"{HERE}/test_ranks.py"),

@@ -1,5 +1,6 @@
 """The bounded memory that bytes pass through: one aligned region, handed out in extents, shared by the process."""
 
+import logging
 import threading
 import time
 from bisect import bisect_left, insort
@@ -11,9 +12,12 @@ import numpy as np
 from tutti_sglang.engine.base import Engine
 from tutti_sglang.engine.batch import IN_PROGRESS, Ticket
 from tutti_sglang.errors import EngineError
+from tutti_sglang.kernels import pinning
 from tutti_sglang.memory import PAGE, Region, memory_limit
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.units import align_up, format_size
+
+logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.05
 """The quarantine is looked through at most this often."""
@@ -83,7 +87,8 @@ class _Waiter:
 
 
 class Staging:
-    """A pool of `size` bytes. Thread safe; waiters are served in the order they came, and nobody overtakes them."""
+    """A pool of `size` bytes. Thread safe; waiters are served in the order they came, and nobody overtakes them.
+    `pinned`: a CUDA device that this process uses reads and writes it."""
 
     def __init__(self, size: int, metrics: Metrics) -> None:
         """Raises EngineError when the system refuses the memory."""
@@ -97,6 +102,13 @@ class Staging:
         except (OSError, ValueError, OverflowError) as error:
             raise EngineError(f"No {format_size(size)} of staging memory: {error}", "Lower staging_size") from error
         self.address, self.size = self._region.address, self._region.size
+        self._pin = pinning.pin(self.address, self.size)
+        self.pinned = self._pin.pinned
+        if self._pin.reason:
+            hint = "lower staging_size, or raise `ulimit -l`"
+            logger.warning(
+                "tutti: staging is not pinned, copies to the device are slower: %s; %s", self._pin.reason, hint
+            )
         self.used = self.high_water = self._reported = 0
         self._metrics = metrics
         self._lock = threading.Lock()
@@ -171,6 +183,8 @@ class Staging:
 
     def _forget(self) -> None:
         if self._closed and not self._held:
+            self._pin.release()
+            self._pin = pinning.Pin(False, "", lambda: None)  # close() may come again
             self._region.close()
 
     def _take(self, size: int) -> Extent | None:

@@ -75,3 +75,44 @@ def test_each_rank_loads_its_own_half_and_what_one_lost_nobody_loads(disk: Path)
 
     (answers,) = on_ranks(built_in_model(), 2, restore, tp_size=2)
     assert answers == [[True, True], [True, True]]
+
+
+def test_ranks_of_attention_dp_load_what_any_of_them_stored_and_wait_for_no_other(disk: Path) -> None:
+    """Each is a whole model with a queue of its own: SGLang compares what can be restored within attention TP only."""
+
+    def open_one(rank: Rank) -> Any:
+        pool = mha()
+        fill(pool, 1)  # what both would compute
+        parallel = rank.parallel
+        group = parallel.attn_tp_group.cpu_group
+        assert (parallel.attn_dp_size, torch.distributed.get_world_size(group=group)) == (2, 1)
+        return make(pool, disk / "store", group=group), pool
+
+    def one_stores(rank: Rank) -> bool:
+        rank.linker, rank.pool = open_one(rank)
+        rank.want = content(rank.pool, [3, 4, 5])
+        return bool(rank.number) or (offload(rank.linker, keys(3), [3, 4, 5]) and rank.linker._tier.store.drain(8))
+
+    def the_other_loads(rank: Rank) -> bool:
+        fill(rank.pool, 9)
+        if not rank.number:
+            return True  # it takes part in nothing
+        request = Request(rank.linker, "alone", keys(3)).arrive()
+        assert admitted(rank.linker, "alone")
+        assert request.lookup() == 3
+        assert request.load(kv=[10, 11, 12])
+        return forward(rank.linker) and same(content(rank.pool, [10, 11, 12]), rank.want)
+
+    def both_store(rank: Rank) -> int:
+        assert offload(rank.linker, keys(4, 50), [20, 21, 22, 23])
+        assert rank.linker._tier.store.drain(8)
+        torch.distributed.barrier()
+        objects = rank.linker._tier.store.stats().objects
+        torch.distributed.barrier()
+        rank.linker.close()
+        return int(objects)
+
+    cases = (one_stores, the_other_loads, both_store)
+    answers = on_ranks(built_in_model(), 2, *cases, tp_size=2, dp_size=2, enable_dp_attention=True)
+    assert answers[:2] == [[True, True], [True, True]]
+    assert answers[2] == [7, 7], "stored once, whoever wrote it"
