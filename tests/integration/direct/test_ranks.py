@@ -1,6 +1,8 @@
 """The linker on two ranks with a real gloo group: open together or not at all, and what one lacks nobody loads."""
 
+import contextlib
 import importlib
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,9 @@ def test_ranks_of_attention_dp_load_what_any_of_them_stored_and_wait_for_no_othe
     def one_stores(rank: Rank) -> bool:
         rank.linker, rank.pool = open_one(rank)
         rank.want = content(rank.pool, [3, 4, 5])
-        return bool(rank.number) or (offload(rank.linker, keys(3), [3, 4, 5]) and rank.linker._tier.store.drain(8))
+        done = rank.number or (offload(rank.linker, keys(3), [3, 4, 5]) and rank.linker._tier.store.drain(8))
+        torch.distributed.barrier()
+        return bool(done)
 
     def the_other_loads(rank: Rank) -> bool:
         fill(rank.pool, 9)
@@ -107,10 +111,11 @@ def test_ranks_of_attention_dp_load_what_any_of_them_stored_and_wait_for_no_othe
         assert offload(rank.linker, keys(4, 50), [20, 21, 22, 23])
         assert rank.linker._tier.store.drain(8)
         torch.distributed.barrier()
-        objects = rank.linker._tier.store.stats().objects
+        with contextlib.closing(sqlite3.connect(f"file:{disk / 'store' / 'index.db'}?mode=ro", uri=True)) as index:
+            objects = int(index.execute("SELECT count(*) FROM objects").fetchone()[0])
         torch.distributed.barrier()
         rank.linker.close()
-        return int(objects)
+        return objects
 
     cases = (one_stores, the_other_loads, both_store)
     answers = on_ranks(built_in_model(), 2, *cases, tp_size=2, dp_size=2, enable_dp_attention=True)
