@@ -165,6 +165,7 @@ class LayerCounter:
     def set_consumer(self, index: int) -> None:
         """The next forward pass is that of this batch."""
         self.consumer_index = index
+        self._release_before(index)
         batch = self._batches.get(index)
         if batch is not None:
             batch.follow()
@@ -177,6 +178,7 @@ class LayerCounter:
 
     def take(self, index: int) -> Batch | None:
         """The batch is being finished."""
+        self._release_before(index)
         return self._batches.pop(index, None)
 
     def reset(self) -> list[Batch]:
@@ -184,3 +186,9 @@ class LayerCounter:
         batches, self._batches = list(self._batches.values()), {}
         self.consumer_index = -1
         return batches
+
+    def _release_before(self, index: int) -> None:
+        """Batches are moved in their order: one whose forward pass was left out must not hold up those behind it."""
+        for each, batch in self._batches.items():
+            if each < index:
+                batch.release()

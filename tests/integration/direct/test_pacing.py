@@ -144,3 +144,16 @@ def test_a_batch_whose_forward_pass_never_comes_is_finished(world: Any) -> None:
     assert linker.start_layer_wise_loading() >= 0
     linker.reset()
     assert same(content(pool, TO), want)
+
+
+def test_a_batch_whose_forward_pass_never_comes_holds_up_nobody_behind_it(world: Any) -> None:
+    linker, pool, want = world
+    _measured(linker, beside=1.0, load=0.001)
+    for rid, slots in (("left out", FROM), ("served", TO)):
+        request = Request(linker, rid, keys(4))
+        assert request.lookup() == 4
+        assert request.load(kv=slots)
+        if rid == "left out":
+            assert linker.start_layer_wise_loading() >= 0
+    assert forward(linker)
+    assert same(content(pool, TO), want)
