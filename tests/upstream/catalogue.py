@@ -53,8 +53,7 @@ HICACHE = (
     Check(
         "test_hicache_swa_runtime_attach.py",
         "a sliding-window model starts with a hierarchical cache and takes a backend while it serves",
-        why="its test (`-m matrix tests/integration/test_models.py -k takes_the_tier`) was not run to its end yet; a "
-        "server that has the tier from its start passes",
+        (f"{MODELS}::test_a_model_of_another_kind_takes_the_tier_while_it_serves",),
     ),
     Check(
         "test_hicache_buffer_only.py",
