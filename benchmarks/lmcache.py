@@ -23,6 +23,7 @@ class LMCache(Backend):
 
     def __init__(self, directory: Path, pool: Any, options: Any) -> None:
         self.directory, self.pool = directory, pool
+        self._put: list[Any] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -70,7 +71,9 @@ class LMCache(Backend):
             return False
         rows, sizes = self._rows(indices, len(keys))
         memory.copy_rows(self._places(objects, sizes), rows, sizes)
-        self.storage.batched_submit_put_task(self._keys(keys), objects)
+        names = self._keys(keys)
+        self._put += names
+        self.storage.batched_submit_put_task(names, objects)
         for each in objects:
             each.ref_count_down()
         return True
@@ -86,16 +89,19 @@ class LMCache(Backend):
         return True
 
     def settle(self) -> None:
-        """Its writes go on in the background."""
+        """Its writes go on in the background, and what it has no room for it drops without a word."""
         until = time.monotonic() + DRAIN_SECONDS
         while self.storage.disk_worker.put_tasks:
             assert time.monotonic() < until, "LMCache did not write within a minute"
             time.sleep(0.001)
+        assert all(key in self.storage.dict for key in self._put), "LMCache did not store all that it took"
 
     def clear(self) -> None:
         self.settle()
         for key in list(self.storage.dict):
             self.storage.remove(key)
+        self.storage.current_cache_size = 0.0  # which `remove` leaves as it was
+        self._put = []
         super().clear()
 
     def close(self) -> None:

@@ -82,6 +82,19 @@ def test_many_marks_at_once_come_back_in_their_order() -> None:
     assert table_of(objects).guess(asked)[1].tolist() == [objects.get(mark, NO_SLOT) for mark in asked.tolist()]
 
 
+@pytest.mark.parametrize("crowd", [0, 1, 30], ids=["hashes", "some alike", "as many alike as no hash has"])
+def test_few_marks_are_found_wherever_they_lie(crowd: int) -> None:
+    """By buckets, by a search where these are of no use, and at both ends."""
+    random = np.random.default_rng(crowd)
+    drawn = random.integers(-(1 << 63), 1 << 63, 3000, dtype=np.int64) >> np.int64(crowd)
+    known, absent = np.unique(drawn)[::2], np.unique(drawn)[1::2]
+    table = Table(known, np.arange(len(known)), 0)
+    assert table._buckets.of_use == (crowd < 30)
+    for some in (known[:200], known[-200:], absent[:200], random.permutation(np.concatenate([known, absent]))[:900]):
+        want = np.where(np.isin(some, known), np.searchsorted(known, some), NO_SLOT)
+        assert table.guess(some)[1].tolist() == want.tolist()
+
+
 def test_it_is_aged_by_changes_and_young_when_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MERGE_AT", 3)
     table = table_of({1: 1})
