@@ -18,9 +18,9 @@ from tutti_sglang.errors import StoreError
 from tutti_sglang.integration import hooks, live
 from tutti_sglang.integration.calls import Calls, guarded, key_bytes
 from tutti_sglang.integration.direct.batches import LayerCounter, Load, Part
+from tutti_sglang.integration.direct.choosing import choose_mover
 from tutti_sglang.integration.direct.loading import Loader
 from tutti_sglang.integration.direct.lookups import Lookups
-from tutti_sglang.integration.direct.movers import choose_mover
 from tutti_sglang.integration.direct.offload import Offloader, Pages
 from tutti_sglang.integration.direct.pacing import Pacing
 from tutti_sglang.integration.direct.pools import device_pools
@@ -62,7 +62,9 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
             engine = load_config(storage.extra_config or {}).config.engine
             self._mover = choose_mover(self.pools.values(), engine, forward_stream)
             load_hashing()
-            self._tier = open_tier(storage, attempt, CLOSE_SECONDS)
+            self._tier = open_tier(storage, attempt, CLOSE_SECONDS, self._mover.engine)
+            for address, size in self._mover.memory:
+                self._tier.store.register(address, size)
         self._ranks = Ranks(params)
         self._metrics = process_metrics()
         self._calls = Calls(self._metrics)
@@ -83,7 +85,7 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
         if self._room:
             self._preloader = Preloader(self._room, self._tier.pool, self._metrics, self._fault("preload"))
             self._room.freed = self._preloader.wake
-        self._lookups = Lookups(self._tier.pool, self._preloader, streams=self._mover.reaches)
+        self._lookups = Lookups(self._tier.pool, self._preloader, streams=self._mover.fetches)
         give = self._room.give if self._room else lambda places: None
         page_bytes = self.pools[PoolName.KV].view.page_bytes
         pacing = Pacing(self._tier.timing, self._tier.store, page_bytes, process_gate(), self._metrics)
@@ -170,7 +172,7 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
     def _open(self, load: Load, part: Part, keys: list[str]) -> bool:
         """Hold the slots of pages that are not staged; False when some are gone."""
         missing = [key for key, place in zip(keys, part.places, strict=True) if place is None]
-        if missing and self._mover.reaches:
+        if missing and self._mover.fetches:
             part.layers = load.held.enter_context(self._tier.pool(part.pool.name).layers(key_bytes(missing)))
         return not missing or bool(part.layers and np.all(part.layers.found))
 

@@ -11,7 +11,7 @@ import sys
 import msgspec
 
 from tutti_sglang import errors
-from tutti_sglang.config import Config
+from tutti_sglang.config import Config, without_device
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ def child() -> None:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=Config)
     kind, message = "", ""
     try:
-        ObjectStore(msgspec.structs.replace(config, staging_size=1 << 20), metrics=Metrics(CollectorRegistry())).close()
+        small = msgspec.structs.replace(without_device(config), staging_size=1 << 20)
+        ObjectStore(small, metrics=Metrics(CollectorRegistry())).close()
     except errors.TuttiError as error:
         kind, message = type(error).__name__, str(error)
     sys.stdout.buffer.write(msgspec.json.encode((kind, message)))

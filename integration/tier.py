@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 class Tier:
     """Opens the store that `storage.extra_config` names. `generic`: pages come as tensors, not as rows of a host pool;
-    `path`: the one that the caller serves.
+    `path`: the one that the caller serves; `engine`: instead of the setting.
 
     Raises ConfigError, StoreError or UnsupportedError, here and in `attach`.
     """
 
-    def __init__(self, storage: HiCacheStorageConfig, *, generic: bool, path: str = "host") -> None:
+    def __init__(self, storage: HiCacheStorageConfig, *, generic: bool, path: str = "host", engine: str = "") -> None:
         loaded = load_config(storage.extra_config or {}, rank=_world_rank(storage))
         if loaded.config.path != path:
             raise UnsupportedError(f'"path": "{loaded.config.path}" is not served here', f'Set it to "{path}"')
-        self.config = loaded.config
+        self.config = loaded.config if not engine else msgspec.structs.replace(loaded.config, engine=engine)
         self._storage = storage
         self._generic = generic
         self.writes_replicas = storage.is_storage_writer
@@ -50,7 +50,7 @@ class Tier:
             trust_version=loaded.config.trust_weight_version,
         )
         self._identity = self._identify()
-        self.store = ObjectStore(loaded.config, metrics=process_metrics())
+        self.store = ObjectStore(self.config, metrics=process_metrics())
         self.timing = Timing(loaded.config, self.store, self._identity, storage)
         self._pools: dict[str, StoredPool] = {}
         self.flat = self._flat_objects()

@@ -61,6 +61,13 @@ class PoolStream:
         with self._on_it():
             return indices.reshape(-1, page_size)[:, 0] // page_size
 
+    def some(self, pages: torch.Tensor, which: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Those of (n,) page numbers."""
+        if len(which) == len(pages):
+            return pages
+        with self._on_it():
+            return pages[torch.from_numpy(which).to(self.device)]
+
     def upload(self, rows: Addresses) -> torch.Tensor:
         """(n, T) addresses, where a kernel finds them."""
         host = torch.from_numpy(np.ascontiguousarray(rows).view(np.int64).copy())
@@ -77,12 +84,36 @@ class PoolStream:
             event.record(self._stream)
         return Mark(event, (pages, source))
 
+    def land(
+        self, pack: Pack, pages: torch.Tensor, tensors: slice, source: torch.Tensor, *, sums: bool
+    ) -> npt.NDArray[np.uint64]:
+        """Memory of the device at `source` ((n, t), uploaded) → those tensors of the pages. Returns when they are
+        there: (n, t, blocks) block sums of the very bytes, as of Pack; without `sums` there are no blocks."""
+        with self._on_it():
+            found = pack.scatter(pages, source, tensors.start, sums=sums).cpu()
+            self._await()
+        return np.asarray(found.numpy().view(np.uint64))
+
+    def fill(self, region: torch.Tensor, rows: Addresses, source: Addresses, sizes: npt.NDArray[np.int64]) -> None:
+        """Host memory at `source` → `rows` ((n, t) addresses, (t,) bytes each) within `region`, memory of the device as
+        bytes. Returns when they are there; one copy for each."""
+        with self._on_it():
+            for targets, sources in zip(rows.tolist(), source.tolist(), strict=True):
+                for target, start, size in zip(targets, sources, sizes.tolist(), strict=True):
+                    at = target - region.data_ptr()
+                    region[at : at + size].copy_(torch.from_numpy(memory.view(start, size)))
+            self._await()
+
     def gather(self, pack: Pack, pages: torch.Tensor, target: torch.Tensor) -> None:
         """All tensors of the pages → host memory at `target`. Returns when they are there."""
         with self._on_it():
             pack.gather(pages, target, sums=False)
-            event = self._module.Event()
-            event.record(self._stream)
+            self._await()
+
+    def _await(self) -> None:
+        """On the stream: what is enqueued by now is over."""
+        event = self._module.Event()
+        event.record(self._stream)
         event.synchronize()
 
     def _here(self) -> Any:

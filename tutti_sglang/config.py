@@ -72,7 +72,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     min_free_space: int = 4 << 30
     segment_size: int = 256 << 20
     stripe: Stripe = Stripe.TENSOR
-    engine: Literal["auto", "uring", "threads", "gio"] = "auto"
+    engine: Literal["auto", "uring", "threads", "gds", "gio"] = "auto"
     queue_depth: int = 64
     max_io: int = 1 << 20
     direct_io: Literal["auto", "required", "off"] = "auto"
@@ -122,6 +122,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def index_path(self) -> Path:
         """Where the index lives: `index_dir`, by default the first drive."""
         return Path(self.index_dir or self.storage_dirs[0])
+
+
+def without_device(config: Config) -> Config:
+    """For a process that moves nothing to or from a device, and may have none."""
+    return msgspec.structs.replace(config, engine="auto") if config.engine == "gds" else config
 
 
 class RawName(NamedTuple):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +17,11 @@ import numpy.typing as npt
 import torch
 
 from tutti_sglang.integration.direct.batches import Batch, Load, Part
-from tutti_sglang.integration.direct.movers import Mover, Slots, Source
+from tutti_sglang.integration.direct.movers import Mover, Read, Reads, Slots, Source
 from tutti_sglang.integration.direct.pacing import Pacing
 from tutti_sglang.integration.direct.pools import DevicePool
 from tutti_sglang.integration.direct.room import Place
-from tutti_sglang.memory import Addresses
 from tutti_sglang.metrics import Metrics
-from tutti_sglang.store import Layers, Started
 
 LAYER_SECONDS = 60.0
 """A layer that takes longer has failed; until then nobody gives up what a drive may still deliver."""
@@ -38,20 +37,11 @@ class _Copy:
     pages: int
 
 
-@dataclass(frozen=True)
-class _Read:
-    """Pages of a pool whose tensors come from the drives; `rows`: (n, T) addresses of their slots."""
-
-    pool: DevicePool
-    layers: Layers
-    rows: Addresses
-
-
 class _Begun(NamedTuple):
-    """The reads of a layer, which were begun `at` that time (time.monotonic())."""
+    """The reads of a layer, which were begun `at` that time (time.monotonic()); `ends` them, as Reads.end."""
 
     at: float
-    reads: list[tuple[_Read, Started | None]]
+    ends: list[Callable[[], bool]]
 
 
 class Loader:
@@ -69,7 +59,7 @@ class Loader:
     ) -> None:
         self._mover, self._layers, self._free, self._metrics, self._report = mover, layers, free, metrics, report
         self._pacing = pacing
-        self._queue: queue.SimpleQueue[tuple[Batch, list[_Copy], list[_Read]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Batch, list[_Copy], list[Read]] | None] = queue.SimpleQueue()
         self._ending: list[Batch] = []
         self._thread = threading.Thread(target=self._run, name="tutti-load", daemon=True)
         self._thread.start()
@@ -89,7 +79,7 @@ class Loader:
         self._mover.begin()
         copies, reads = self._plan(batch.loads)
         self._metrics.add("tutti_load_pages", sum(each.pages for each in copies), source="staged")
-        self._metrics.add("tutti_load_pages", sum(len(each.rows) for each in reads), source="drive")
+        self._metrics.add("tutti_load_pages", sum(each.pages for each in reads), source="drive")
         if reads and self._pacing and self._pacing.ready:
             batch.pace(self._pacing, [sum(_bytes(read, layer) for read in reads) for layer in range(self._layers)])
         if self._mover.asynchronous and not reads:
@@ -127,7 +117,7 @@ class Loader:
         self._thread.join()
         self.sweep(wait=True)
 
-    def _plan(self, loads: list[Load]) -> tuple[list[_Copy], list[_Read]]:
+    def _plan(self, loads: list[Load]) -> tuple[list[_Copy], list[Read]]:
         copies, reads = [], []
         by_pool: dict[str, list[Part]] = {}
         for load in loads:
@@ -146,11 +136,11 @@ class Loader:
                 copies.append(_Copy(parts[0].pool, slots, source, len(places)))
         return copies, reads
 
-    def _read_of(self, part: Part) -> _Read:
+    def _read_of(self, part: Part) -> Read:
         assert part.layers is not None
         which = np.array([place is None for place in part.places])
-        slots = self._mover.slots(part.pool, _of(part, which), int(which.sum()))
-        return _Read(part.pool, part.layers, self._mover.rows(part.pool, slots))
+        pages = int(which.sum())
+        return Read(part.pool, part.layers, self._mover.slots(part.pool, _of(part, which), pages), pages)
 
     def _run(self) -> None:
         while task := self._queue.get():
@@ -158,39 +148,46 @@ class Loader:
                 self._move(*task)
             except Exception as error:  # noqa: BLE001 - whoever waits must not wait for ever
                 self._report(error)
+                _close(task[2])
                 task[0].fail()
 
-    def _begin(self, reads: list[_Read], layer: int, deadline: float) -> _Begun:
-        """Start the reads of a layer, where drives reach the slots; elsewhere they are made when they are ended."""
-        return _Begun(
-            time.monotonic(),
-            [
-                (read, read.layers.begin(tensors, read.rows[:, tensors], deadline))
-                for read in reads
-                if (tensors := _tensors(read.pool, layer)) is not None
-            ],
-        )
-
-    def _move(self, batch: Batch, copies: list[_Copy], reads: list[_Read]) -> None:
+    def _move(self, batch: Batch, copies: list[_Copy], reads: list[Read]) -> None:
         good, begun, since = True, list[_Begun](), 0.0
+        drives = self._mover.reads() if reads else None
         for layer in range(self._layers):
             for issued in range(len(begun), batch.await_issue(layer)):
                 deadline = time.monotonic() + (issued - layer + 1) * LAYER_SECONDS
-                begun.append(self._begin(reads, issued, deadline))
+                begun.append(_begin(drives, reads, issued, deadline))
             marks = [
                 self._mover.put(each.pool, each.slots, tensors, each.source)
                 for each in copies
                 if (tensors := _tensors(each.pool, layer)) is not None
             ]
             since = max(since, begun[layer].at)
-            for read, ahead in begun[layer].reads:
-                good = good and bool(read.layers.end(ahead).all())
+            for end in begun[layer].ends:
+                good = good and end()
             if good and self._pacing:
                 since = self._pacing.loaded(sum(_bytes(read, layer) for read in reads), since)
             if layer == self._layers - 1:
-                good = all(bool(read.layers.close().all()) for read in reads) and good
+                good = _close(reads) and good
                 batch.failed = not good
             batch.advance(marks)
+
+
+def _begin(drives: Reads | None, reads: list[Read], layer: int, deadline: float) -> _Begun:
+    """Start the reads of a layer, as far as drives can start; the rest is made when they are ended."""
+    begun = _Begun(time.monotonic(), [])
+    for read in reads:
+        assert drives is not None, "this mover brings nothing from drives"
+        if (tensors := _tensors(read.pool, layer)) is not None:
+            begun.ends.append(partial(drives.end, drives.begin(read, tensors, deadline)))
+    return begun
+
+
+def _close(reads: list[Read]) -> bool:
+    """No drive writes for any of them after this, and no memory on the way is used; whether all came whole."""
+    whole = [bool(read.layers.close().all()) for read in reads]
+    return all(whole)
 
 
 def _of(part: Part, which: npt.NDArray[np.bool_]) -> torch.Tensor:
@@ -207,7 +204,7 @@ def _tensors(pool: DevicePool, layer: int) -> slice | None:
     return tensors if tensors.stop > tensors.start else None
 
 
-def _bytes(read: _Read, layer: int) -> int:
+def _bytes(read: Read, layer: int) -> int:
     """That are read for the layer."""
     tensors = _tensors(read.pool, layer)
-    return 0 if tensors is None else len(read.rows) * sum(read.pool.view.maps[0].sizes[tensors])
+    return 0 if tensors is None else read.pages * sum(read.pool.view.maps[0].sizes[tensors])

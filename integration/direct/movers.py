@@ -1,22 +1,23 @@
-"""Who carries bytes between host memory and the slots of a device pool. Chosen once, by what the machine offers.
+"""Who carries bytes between host memory and the slots of a device pool; of some movers also between drives and slots.
 
-Drives are read into host memory and verified there; the last step, host memory → slots, is a mover's. One that is
-asynchronous only enqueues it on a stream of its own, so that all layers are on their way before the forward pass is
-launched; of any other, a thread waits for the copies, layer by layer.
+What was read ahead lies in host memory and was verified there; the last step, host memory → slots, is a mover's. One
+that is asynchronous only enqueues it on a stream of its own, so that all layers are on their way before the forward
+pass is launched; of any other, a thread waits for the copies, layer by layer.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from tutti_sglang import memory
-from tutti_sglang.errors import UnsupportedError
-from tutti_sglang.integration.direct.pools import DevicePool, is_reachable
-from tutti_sglang.kernels import gds, streams
+from tutti_sglang.integration.direct.pools import DevicePool
+from tutti_sglang.kernels import streams
 from tutti_sglang.kernels.pack import Paged
 from tutti_sglang.memory import Addresses, Region
+from tutti_sglang.store import HostRows, Layers
 from tutti_sglang.units import align_up
 
 Slots = Any
@@ -36,6 +37,27 @@ class Mark(Protocol):
         """Whether it is over, without waiting. Host memory that it reads may be reused then."""
 
 
+@dataclass(frozen=True, eq=False)
+class Read:
+    """`pages` pages of a pool whose tensors come from the drives, by open reads of as many objects."""
+
+    pool: DevicePool
+    layers: Layers
+    slots: Slots
+    pages: int
+
+
+class Reads(Protocol):
+    """What a batch reads from the drives. On one thread; what is begun is ended in the same order, or no more `end`
+    follows and all `layers` are closed."""
+
+    def begin(self, read: Read, tensors: slice, deadline: float) -> Any:
+        """Start it as far as there is room: drives may write from now on."""
+
+    def end(self, begun: Any) -> bool:
+        """Whether all of it is in its slots, as it was put. No drive writes for it after this."""
+
+
 class Mover(Protocol):
     """Pages are whole; `tensors` are the consecutive tensors of a page that are meant, t of them."""
 
@@ -43,6 +65,15 @@ class Mover(Protocol):
     asynchronous: bool
     reaches: bool
     """Whether the CPU, and so a copy out of a read, reaches the slots by their addresses."""
+    fetches: bool
+    """Whether pages that were not read ahead come too: from the drives, layer by layer, by `reads`."""
+    engine: str
+    """What the setting `engine` must be for it; empty: anything."""
+    memory: tuple[tuple[int, int], ...]
+    """Addresses and bytes of device memory that drives must reach."""
+
+    def reads(self) -> Reads:
+        """For a batch. Only if it `fetches`."""
 
     def register(self, address: int, size: int) -> None:
         """Host memory that `put` and `take` will be given. Before its first use. EngineError when it cannot be had."""
@@ -83,7 +114,13 @@ class HostMover:
 
     name = "host (the pool's memory is reached directly)"
     asynchronous = False
-    reaches = True
+    reaches = fetches = True
+    engine = ""
+    memory: tuple[tuple[int, int], ...] = ()
+
+    def reads(self) -> Reads:
+        """By way of the store's staging, or straight into the slots where the engine can."""
+        return HostReads()
 
     def register(self, address: int, size: int) -> None:
         """Nothing: it is memory like any other."""
@@ -117,6 +154,24 @@ class HostMover:
             memory.copy_rows(target, rows, pool.view.maps[0].sizes)
 
 
+class HostReads:
+    """Into slots that the CPU reaches. The protocol is Reads."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Read, Addresses] = {}
+
+    def begin(self, read: Read, tensors: slice, deadline: float) -> Any:
+        """As Reads.begin."""
+        if read not in self._rows:
+            self._rows[read] = read.pool.view.maps[0].rows(read.slots)
+        return read, read.layers.begin(tensors, HostRows(self._rows[read][:, tensors]), deadline)
+
+    def end(self, begun: Any) -> bool:
+        """As Reads.end."""
+        read, ahead = begun
+        return bool(read.layers.end(ahead, read.pages).all())
+
+
 class GioMover(HostMover):
     """The same memory, into which drives write what is not staged: by NVMe commands of gio_uring's protocol."""
 
@@ -128,16 +183,25 @@ class StreamMover:
     pages, on a stream of its own, with an event behind it that the forward pass waits for."""
 
     asynchronous = True
-    reaches = False
+    reaches = fetches = False
+    engine = ""
+    memory: tuple[tuple[int, int], ...] = ()
 
-    def __init__(self, pools: Iterable[DevicePool], device: torch.device, forward_stream: Any = None) -> None:
-        """EngineError when what it is made of does not work here."""
-        self.name = f"stream ({device}: pinned host memory, one kernel for each layer){_beside(device)}"
+    def __init__(
+        self, pools: Iterable[DevicePool], device: torch.device, forward_stream: Any = None, why: str = ""
+    ) -> None:
+        """`why`: nothing better. EngineError when what it is made of does not work here."""
+        pools = list(pools)
+        self.name = f"stream ({device}: pinned host memory, one kernel for each layer)" + (f"; {why}" if why else "")
         self._device, self._forward = device, forward_stream
         self._loads, self._offloads = streams.PoolStream(device), streams.PoolStream(device)
         self._packs = {pool.name: self._loads.pack(_paged(pool)) for pool in pools}
         for pool in pools:
             self._try(pool)
+
+    def reads(self) -> Reads:
+        """There are none."""
+        raise AssertionError("it brings only what was read ahead")
 
     @staticmethod
     def device_bytes(pages: int, tensors: int) -> int:
@@ -186,14 +250,6 @@ class StreamMover:
         region.close()
 
 
-def _beside(device: torch.device) -> str:
-    """Why drives do not write into the device's memory themselves."""
-    if device.type != "cuda":
-        return ""
-    found = gds.probe()
-    return f"; GPUDirect Storage is not used by this version, and would be {found.mode} here {found.reason}".rstrip()
-
-
 def _paged(pool: DevicePool) -> list[Paged]:
     """A page's tensors, each one piece of memory, whatever the order of tokens and heads in it."""
     page_map = pool.view.maps[0]
@@ -201,18 +257,3 @@ def _paged(pool: DevicePool) -> list[Paged]:
         Paged(base, stride, 1, 0, 1, 0, size)
         for base, stride, size in zip(page_map.base, page_map.stride, page_map.sizes, strict=True)
     ]
-
-
-def choose_mover(pools: Iterable[DevicePool], engine: str, forward_stream: Any = None) -> Mover:
-    """The best mover for these pools on this machine; `engine`: the setting. UnsupportedError says what is missing,
-    EngineError what does not work."""
-    pools = list(pools)
-    if all(map(is_reachable, pools)):
-        return GioMover() if engine == "gio" else HostMover()
-    devices = {buffer.device for pool in pools for buffer in pool.view.buffers}
-    if len(devices) == 1 and (device := devices.pop()).type == "cuda":
-        return StreamMover(pools, device, forward_stream)
-    raise UnsupportedError(
-        f"The direct path has no mover for memory of {', '.join(sorted(map(str, devices)))}",
-        'Set "path": "host" in the extra config',
-    )

@@ -46,10 +46,10 @@ def together() -> Iterator[Attempt]:
         raise
 
 
-def open_tier(storage: HiCacheStorageConfig, attempt: Attempt, seconds: float) -> Tier:
+def open_tier(storage: HiCacheStorageConfig, attempt: Attempt, seconds: float, engine: str = "") -> Tier:
     """On all ranks, which must mean the same model by it; of those that hold the same bytes one writes. RankError, and
-    what Tier raises; what was open is closed within `seconds` then."""
-    tier = Tier(storage, generic=False, path="direct")
+    what Tier raises; what was open is closed within `seconds` then. `engine`: as of Tier."""
+    tier = Tier(storage, generic=False, path="direct", engine=engine)
     try:
         notes = attempt.agree(tier.facts(), msgspec.json.encode(tier.place()).decode())
     except BaseException:

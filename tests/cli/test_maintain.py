@@ -36,6 +36,11 @@ def test_a_visit_does_not_shrink_a_store_that_fills_its_disk(disk: Path) -> None
     assert [file.stat().st_size for file in segment_files(disk)] == sizes
 
 
+def test_a_visit_needs_no_device(disk: Path) -> None:
+    filled(disk)
+    assert parsed("verify", "--dir", disk, "--config", '{"engine": "gds"}')["exit_code"] == 0
+
+
 @pytest.mark.parametrize("verb", [("clear",), ("gc", "--unused-for", "1s")])
 def test_nothing_is_removed_without_yes(disk: Path, verb: tuple[str, ...]) -> None:
     filled(disk)

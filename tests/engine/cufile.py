@@ -5,8 +5,11 @@ import threading
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tutti_sglang import memory
+from tutti_sglang.engine import gds as engine_gds
+from tutti_sglang.kernels import gds
 from tutti_sglang.kernels.gds import CuFile
 
 CONTEXT = 7
@@ -103,3 +106,17 @@ def stand_in() -> tuple[Library, CuFile]:
     """The library, and what calls it."""
     library = Library()
     return library, CuFile(library, Driver(library))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[Library]:
+    """In the place of cuFile for what starts one from now on; the libraries that it starts."""
+    started: list[Library] = []
+
+    def start() -> CuFile:
+        library, made = stand_in()
+        started.append(library)
+        return made
+
+    for module in (gds, engine_gds):
+        monkeypatch.setattr(module, "CuFile", start)
+    return started

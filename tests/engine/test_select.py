@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.engine import cufile
 from tutti_sglang.config import Config
 from tutti_sglang.engine import select
 from tutti_sglang.engine.select import create_engine
@@ -92,6 +93,20 @@ def test_io_uring_is_taken_where_it_works(engine: str) -> None:
 
 def test_threads_are_taken_when_asked_for() -> None:
     assert make("threads") == ("threads", "Python threads, as configured")
+
+
+def test_gds_is_made_where_it_is_asked_for_and_cufile_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.cufile", reason="cuda-python is not installed")
+
+    def refuse(library: cufile.Library) -> None:
+        raise cufile.Refused(5033)
+
+    started = cufile.install(monkeypatch)
+    assert make("gds")[0] == "gds"
+    assert [library.open for library in started] == [False], "it was started, and closed with the engine"
+    monkeypatch.setattr(cufile.Library, "driver_open", refuse)
+    with pytest.raises(EngineError, match=r"does not start.*5033"):
+        make("gds")
 
 
 def test_without_the_library_python_threads_say_why(monkeypatch: pytest.MonkeyPatch) -> None:

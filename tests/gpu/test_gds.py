@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from tutti_sglang import checksum
 from tutti_sglang.errors import EngineError
-from tutti_sglang.kernels import gds
+from tutti_sglang.kernels import gds, streams
+from tutti_sglang.kernels.pack import Paged
 
 pytestmark = pytest.mark.gpu
 BLOCK, BLOCKS = 4096, 64
@@ -87,6 +89,27 @@ def test_threads_without_a_context_of_their_own_move_too(world: World) -> None:
         thread.join()
     assert got == [8 * BLOCK] * len(threads)
     assert (world.memory.cpu().numpy() == world.content).all()
+
+
+def test_what_cufile_brought_is_scattered_and_summed_on_the_device(world: World) -> None:
+    """A piece of a layer as the direct path moves it: a drive's blocks, K and V of three pages, to their slots."""
+    size, pages = 2 * BLOCK, [9, 2, 5]
+    pools = [torch.zeros(16, size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    numbers = torch.tensor(pages, device="cuda")
+    stream = streams.PoolStream(world.memory.device)
+    pack = stream.pack([Paged(each.data_ptr(), size, 1, 0, 1, 0, size) for each in pools])
+    assert world.move(False, 12, 8 * BLOCK, 0) == 12 * BLOCK
+    stream.follow()
+    places = np.arange(6, dtype=np.uint64).reshape(3, 2) * np.uint64(size)
+    source = stream.upload(np.uint64(world.memory.data_ptr()) + places)
+    blocks = stream.land(pack, numbers, slice(0, 2), source, sums=True)
+    content = world.content[8 * BLOCK : 20 * BLOCK]
+    for place, page in enumerate(pages):
+        for tensor, pool in enumerate(pools):
+            assert (pool[page].cpu().numpy() == content.reshape(3, 2, size)[place, tensor]).all()
+    want = checksum.sums(np.uint64(content.ctypes.data) + places, [size, size])
+    for tensor in range(2):
+        assert (checksum.finish(np.ascontiguousarray(blocks[:, tensor]), size) == want[:, tensor]).all()
 
 
 def test_an_error_is_an_errno_and_the_next_call_works(world: World) -> None:

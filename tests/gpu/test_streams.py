@@ -29,6 +29,10 @@ def test_pages_come_back_whole(world: suite.World) -> None:
     suite.check_pages_come_back_whole(world)
 
 
+def test_pieces_land_with_their_sums(world: suite.World) -> None:
+    suite.check_pieces_land_with_their_sums(world)
+
+
 def test_the_probe_passes_where_bytes_come_back(world: suite.World) -> None:
     suite.check_the_probe_finds_what_does_not_work(world)
 

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+from tests.engine import cufile
 from tests.integration.linkers import (
     FULL,
     SWA,
@@ -38,6 +39,7 @@ from tests.integration.linkers import (
 from tests.store.kit import eventually
 from tutti_sglang.errors import UnsupportedError
 from tutti_sglang.integration import linker as linker_module
+from tutti_sglang.integration.direct.gds import GdsMover
 from tutti_sglang.integration.direct.movers import StreamMover
 from tutti_sglang.integration.linker import TuttiLinker
 from tutti_sglang.kernels import gio_native
@@ -50,14 +52,22 @@ def _stream_mover(pools: Any, engine: str, forward_stream: Any) -> StreamMover:
     return StreamMover(list(pools), torch.device("cpu"), forward_stream)
 
 
-@pytest.fixture(params=["host", "gio", "stream"])
+def _gds_mover(pools: Any, engine: str, forward_stream: Any) -> GdsMover:
+    return GdsMover(list(pools), torch.device("cpu"), forward_stream)
+
+
+@pytest.fixture(params=["host", "gio", "stream", "gds"])
 def opened(disk: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Linkers on one store; closed at the end. With `gio` drives write into the slots; with `stream` the CPU stands in
-    for a device whose memory only its kernels reach."""
+    for a device whose memory only its kernels reach; with `gds` drives reach its staging too, by what stands in for
+    cuFile."""
     if request.param == "gio" and gio_native.library() is None:
         pytest.skip("the gio engine's native library was not built")
     if request.param == "stream":
         monkeypatch.setattr(linker_module, "choose_mover", _stream_mover)
+    if request.param == "gds":
+        cufile.install(monkeypatch)
+        monkeypatch.setattr(linker_module, "choose_mover", _gds_mover)
     made: list[TuttiLinker] = []
 
     def open_one(pool: Any, components: Any = FULL, **extra: Any) -> TuttiLinker:

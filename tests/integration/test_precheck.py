@@ -19,7 +19,7 @@ def _config(directory: Path, **more: Any) -> Config:
 
 def test_a_store_that_opens_is_made_and_left(disk: Path) -> None:
     precheck.open_once(_config(disk / "store"))
-    precheck.open_once(_config(disk / "store"))
+    precheck.open_once(_config(disk / "store", engine="gds"))  # in a process that has no device
     assert (disk / "store" / "TUTTI").exists()
     assert not list((disk / "store" / "owners").iterdir())
 

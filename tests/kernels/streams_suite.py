@@ -4,6 +4,7 @@ Needs no more than torch and the source tree."""
 import numpy as np
 import torch
 
+from tutti_sglang import checksum
 from tutti_sglang.kernels import streams
 from tutti_sglang.kernels.pack import Pack, Paged
 from tutti_sglang.memory import Region
@@ -79,6 +80,31 @@ def check_pages_come_back_whole(world: World) -> None:
             assert (world.host[10 + place, tensor] == buffer[page].cpu().numpy()).all()
     assert not world.host[:10].any()
     assert not world.host[13:].any()
+
+
+def check_pieces_land_with_their_sums(world: World) -> None:
+    """From memory of the device, some pages of one layer and nothing beside them; the sums are those of their bytes."""
+    world.host[:] = np.random.default_rng(3).integers(256, size=world.host.shape, dtype=np.uint8)
+    before = [each.cpu().clone() for each in world.buffers]
+    tensors, pages, which = slice(4, 6), [20, 3, 7], np.array([0, 2])
+    staging = torch.zeros(3 * 2 * SIZE, dtype=torch.uint8, device=world.device)
+    places = np.arange(6, dtype=np.uint64).reshape(3, 2) * np.uint64(SIZE)
+    rows, sizes = np.uint64(staging.data_ptr()) + places, np.full(2, SIZE)
+    numbers = world.slots(pages)
+    world.stream.follow()
+    world.stream.fill(staging, rows, world.rows[:3, tensors], sizes)
+    some = world.stream.some(world.stream.pages(numbers, PAGE), which)
+    source = world.stream.upload(rows[which])
+    blocks = world.stream.land(world.pack, some, tensors, source, sums=True)
+    want = checksum.sums(world.rows[which][:, tensors], sizes)
+    for tensor in range(2):
+        assert (checksum.finish(np.ascontiguousarray(blocks[:, tensor]), SIZE) == want[:, tensor]).all()
+    for tensor, buffer in enumerate(world.buffers):
+        for page in range(PAGES):
+            place = pages.index(page) if page in (20, 7) and tensor in (4, 5) else None
+            expected = before[tensor][page].numpy() if place is None else world.host[place, tensor]
+            assert (buffer[page].cpu().numpy() == expected).all()
+    assert world.stream.land(world.pack, some, tensors, source, sums=False).size == 0
 
 
 def check_the_probe_finds_what_does_not_work(world: World) -> None:

@@ -20,6 +20,10 @@ def test_pages_come_back_whole() -> None:
     suite.check_pages_come_back_whole(suite.World(CPU))
 
 
+def test_pieces_land_with_their_sums() -> None:
+    suite.check_pieces_land_with_their_sums(suite.World(CPU))
+
+
 def test_the_probe_passes_where_bytes_come_back() -> None:
     suite.check_the_probe_finds_what_does_not_work(suite.World(CPU))
 

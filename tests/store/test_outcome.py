@@ -65,7 +65,9 @@ def test_a_drive_that_had_nothing_to_do_is_not_judged(ledger: Ledger, drives: di
     assert not drives[0].reads.in_service
 
 
-@pytest.mark.parametrize("code", [errno.ETIMEDOUT, errno.ECANCELED, errno.ENODATA, errno.ENOSPC, errno.EBADF])
+@pytest.mark.parametrize(
+    "code", [errno.ETIMEDOUT, errno.ECANCELED, errno.ENODATA, errno.ENOSPC, errno.EBADF, errno.EFAULT, errno.EOPNOTSUPP]
+)
 def test_what_is_not_the_drives_fault_is_counted_and_not_blamed(
     ledger: Ledger, drives: dict[int, Drive], metrics: Metrics, code: int
 ) -> None:

@@ -16,7 +16,7 @@ from tutti_sglang.engine.gio import GioEngine
 from tutti_sglang.gio.controller import Faults
 from tutti_sglang.kernels import gio_native
 from tutti_sglang.metrics import Metrics
-from tutti_sglang.store import ObjectStore
+from tutti_sglang.store import HostRows, ObjectStore
 
 pytestmark = pytest.mark.skipif(gio_native.compiler() is None, reason="no C++ compiler")
 
@@ -69,9 +69,9 @@ class Opened:
     def load(self) -> list[bool]:
         """All layers are begun before the first is waited for."""
         with self.store.layers(self.ns, keys(*range(self.count))) as layers:
-            begun = [layers.begin(cut, self.rows[:, cut], soon(60)) for cut in LAYERS]
+            begun = [layers.begin(cut, HostRows(self.rows[:, cut]), soon(60)) for cut in LAYERS]
             for each in begun:
-                layers.end(each)
+                layers.end(each, self.count)
             return layers.close().tolist()
 
 
@@ -119,11 +119,11 @@ def test_bytes_that_are_not_those_that_were_put_are_told(opened: Opened, disk: P
 def test_what_a_drive_refused_once_is_asked_for_again(opened: Opened) -> None:
     opened.faults(Faults(fail=1.0, writes=False))
     with opened.store.layers(opened.ns, keys(*range(opened.count))) as layers:
-        begun = [layers.begin(cut, opened.rows[:, cut], soon(60)) for cut in LAYERS]
+        begun = [layers.begin(cut, HostRows(opened.rows[:, cut]), soon(60)) for cut in LAYERS]
         assert all(each and each.begun and each.begun.ticket.done.wait(20) for each in begun)  # type: ignore[attr-defined]
         opened.faults(Faults())
         for each in begun:
-            layers.end(each)
+            layers.end(each, opened.count)
         assert layers.close().all()
     assert opened.good(*range(opened.count))
     assert value(opened.store, "tutti_staging_bytes", kind="high_water") > 0, "by way of staging"
@@ -135,7 +135,7 @@ def test_nobody_goes_on_while_a_drive_may_still_write(opened: Opened) -> None:
 
     def load() -> None:
         with opened.store.layers(opened.ns, keys(*range(opened.count))) as layers:
-            layers.begin(LAYERS[0], opened.rows[:, LAYERS[0]], soon(0.2))
+            layers.begin(LAYERS[0], HostRows(opened.rows[:, LAYERS[0]]), soon(0.2))
             layers.close()
             done.set()
 
@@ -154,7 +154,7 @@ def test_what_was_begun_and_is_not_wanted_ends_with_the_block(opened: Opened) ->
     opened.faults(Faults(delay=1.0, delay_seconds=0.3, writes=False))
     with opened.store.layers(opened.ns, keys(*range(opened.count))) as layers:
         for cut in LAYERS:
-            layers.begin(cut, opened.rows[:, cut], soon(60))
+            layers.begin(cut, HostRows(opened.rows[:, cut]), soon(60))
     opened.view[:] = 0x11
     time.sleep(0.5)
     assert (opened.view == 0x11).all(), "no drive writes there any more"

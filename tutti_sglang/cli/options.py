@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tutti_sglang.config import Config, load_config, names_storage, read_extra_config
+from tutti_sglang.config import Config, load_config, names_storage, read_extra_config, without_device
 
 _UNLIMITED = 1 << 60
 
@@ -35,7 +35,7 @@ def config_if_any(directories: Sequence[str] | None, index_dir: str, settings: s
 def as_visitor(config: Config) -> Config:
     """To open a store beside its servers, alone and without a limit of one's own: whoever opens a store with a smaller
     max_size than it has makes it smaller."""
-    return msgspec.structs.replace(config, max_size=_UNLIMITED, peer=None)
+    return msgspec.structs.replace(without_device(config), max_size=_UNLIMITED, peer=None)
 
 
 def _extra(directories: Sequence[str] | None, index_dir: str, settings: str) -> dict[str, Any]:

@@ -46,6 +46,14 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class Registering(Protocol):
+    """An engine that reads into memory which the CPU does not reach, once it was told of it."""
+
+    def register(self, address: int, size: int) -> None:
+        """Before the first batch that names it; until `close`. EngineError when it is not taken."""
+
+
+@runtime_checkable
 class Straight(Protocol):
     """An engine that can read into memory beside staging, where the bytes are wanted in the end."""
 

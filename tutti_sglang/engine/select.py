@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tutti_sglang.config import Config
 from tutti_sglang.engine.base import Engine
+from tutti_sglang.engine.gds import GdsEngine
 from tutti_sglang.engine.gio import GioEngine
 from tutti_sglang.engine.gio_backend import RawDrives
 from tutti_sglang.engine.staging import Staging
@@ -26,9 +27,13 @@ def create_engine(
 ) -> tuple[Engine, str]:
     """The engine that `config.engine` asks for, with `staging` registered where the limits allow it; and what was
     chosen, and why not something better. `volumes`: drives behind VFIO, as in RawDrives. Raises EngineError where
-    `uring` is demanded and this machine refuses it."""
+    `uring` or `gds` is demanded and this machine refuses it."""
     if config.engine == "threads":
         return _python_threads(config, segment_size), "Python threads, as configured"
+    if config.engine == "gds":
+        workers = min(config.queue_depth, PYTHON_WORKERS)
+        device = GdsEngine(segment_size, workers, config.max_io)
+        return device, "GPUDirect Storage where the device's memory is read into, Python threads elsewhere"
     if config.engine == "gio":
         raw = RawDrives(volumes or {}, [staging], relay=config.doorbell == "relay")
         twin = GioEngine(segment_size, config.queue_depth, config.max_io, raw=raw)

@@ -5,6 +5,7 @@ checksum, whose row the index vouches for by its root.
 """
 
 import contextlib
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti_sglang import checksum, memory
+from tutti_sglang import checksum
 from tutti_sglang.engine.batch import IoClass
-from tutti_sglang.engine.plan import tensor_addresses
-from tutti_sglang.memory import Addresses
+from tutti_sglang.engine.plan import object_addresses, tensor_addresses
+from tutti_sglang.memory import Region
 from tutti_sglang.store.keys import marks, some, split
 from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, LATE, UNOPENED, Codes
 from tutti_sglang.store.parts import Parts
@@ -25,19 +26,30 @@ from tutti_sglang.store.sight import Flags, Sight, look
 from tutti_sglang.store.slots import numbers_of, segments_in, segments_of
 from tutti_sglang.store.space import Space
 from tutti_sglang.store.straight import Begun, StraightReads
+from tutti_sglang.store.target import Target, Which
 
 Judge = Callable[[Space, bytes, Sight, Codes], None]
+
+_FINAL = [GOOD, CORRUPT, LATE, errno.ECANCELED]
+"""What becomes no better by way of the host."""
 
 
 @dataclass(eq=False)
 class Started:
-    """A read of some tensors: `which` objects come from the drives by `request`; `begun`: it is under way already."""
+    """A read of some tensors of the objects from `first` on, as many as `target` has rows: `which` of them come from
+    the drives by `request`; `begun`: it is under way already."""
 
     tensors: slice
-    rows: Addresses
-    which: npt.NDArray[np.int64]
+    target: Target
+    first: int
+    which: Which
     request: Request
     begun: Begun | None
+
+    @property
+    def objects(self) -> slice:
+        """All of them."""
+        return slice(self.first, self.first + len(self.target.rows))
 
 
 class LayerReads:
@@ -89,51 +101,69 @@ class LayerReads:
         roots = self._sight.records["root"][which] ^ marks(self._space.id, some(self._keys, which))
         self._fail(which[(checksum.roots(self._sums[which]) != roots) & self.found[which]], CORRUPT)
 
-    def read(self, tensors: slice, rows: Addresses, deadline: float) -> Flags:
-        """(n,) whether those tensors of the object lie in its rows ((n, t) addresses) now, as they were put. No row is
-        written after this returned."""
-        return self.end(self.begin(tensors, rows, deadline))
+    def read(self, tensors: slice, target: Target, deadline: float, first: int = 0) -> Flags:
+        """(m,) whether those tensors of the m objects from `first` on are where the target wants them, as they were
+        put. No row of it is written after this returned."""
+        return self.end(self.begin(tensors, target, deadline, first))
 
-    def begin(self, tensors: slice, rows: Addresses, deadline: float) -> Started:
+    def begin(self, tensors: slice, target: Target, deadline: float, first: int = 0) -> Started:
         """Start such a read where the drives reach the rows; elsewhere `end` does all of it."""
-        there = np.flatnonzero(self.found & ~self._accepted.any(axis=1))
+        objects = slice(first, first + len(target.rows))
+        which = np.flatnonzero(self.found[objects] & ~self._accepted[objects].any(axis=1))
+        there = first + which
         request = Request(
             self._space,
             self._sight.slots[there],
             checksum.roots(self._sums[there][:, tensors]),
-            rows[there],
+            target.rows[which],
             self._geometries,
             IoClass.DEMAND,
             deadline,
             np.arange(len(self._space.sizes))[tensors],
         )
-        begun = self._straight.begin(request) if self._straight.reach(request) else None
-        ahead = Started(tensors, rows, there, request, begun)
+        reached = self._straight.reach(request, padded=target.padded)
+        begun = self._straight.begin(request, target, which) if reached else None
+        ahead = Started(tensors, target, first, which, request, begun)
         if begun:
             self._ahead.append(ahead)
         return ahead
 
     def end(self, ahead: Started) -> Flags:
         """As `read`."""
-        here = np.flatnonzero(self.found & self._accepted.any(axis=1))
-        sizes = self._space.sizes[ahead.tensors]
+        objects, sizes = ahead.objects, self._space.sizes[ahead.tensors]
+        here = np.flatnonzero(self.found[objects] & self._accepted[objects].any(axis=1))
         if len(here):
-            memory.copy_rows(ahead.rows[here], self._accepted[here, ahead.tensors], sizes)
+            ahead.target.copy(here, self._accepted[objects][here, ahead.tensors], sizes)
         codes = self._end(ahead)
         for code in np.unique(codes[codes != GOOD]).tolist():
-            self._fail(ahead.which[codes == code], code)
-        delivered = int(self.found.sum())
-        self._parts.metrics.add("tutti_bytes", delivered * int(sizes.sum()), op="read")
-        return self.found.copy()
+            self._fail(ahead.first + ahead.which[codes == code], code)
+        found = self.found[objects].copy()
+        self._parts.metrics.add("tutti_bytes", int(found.sum()) * int(sizes.sum()), op="read")
+        return found
 
     def _end(self, ahead: Started) -> Codes:
         if not ahead.begun:
-            return self._reader.read(ahead.request)
+            return self._by_staging(ahead, np.arange(len(ahead.which)))
         self._ahead.remove(ahead)
         codes = self._straight.end(ahead.begun)
-        again = np.flatnonzero(np.isin(codes, TRANSIENT))  # by way of staging, which every drive reaches
-        if len(again):
-            codes[again] = self._reader.read(ahead.request.some(again))
+        # A device may refuse for reasons of its own what the same drive delivers to the host.
+        again = np.isin(codes, TRANSIENT) if ahead.target.reached else ~np.isin(codes, _FINAL)
+        if len(some := np.flatnonzero(again)):
+            codes[some] = self._by_staging(ahead, some)
+        return codes
+
+    def _by_staging(self, ahead: Started, some: Which) -> Codes:
+        """(k,) of these of its objects, read by way of staging, which every drive reaches."""
+        request, target = ahead.request.some(some), ahead.target
+        if target.reached or not len(some):
+            return self._reader.read(request)
+        sizes = request.sizes
+        region = Region(len(some) * int(sizes.sum()))
+        base = object_addresses(region.address, len(some), int(sizes.sum()))
+        rows = tensor_addresses(base, sizes)
+        codes = self._reader.read(request._replace(rows=rows))
+        if len(good := np.flatnonzero(codes == GOOD)):
+            target.copy(ahead.which[some[good]], rows[good], sizes)
         return codes
 
     def close(self) -> Flags:
@@ -145,7 +175,7 @@ class LayerReads:
                 assert each.begun
                 self._straight.cancel(each.begun)
             for each in [*self._ahead]:
-                bad = each.which[self._end(each) != GOOD]
+                bad = each.first + each.which[self._end(each) != GOOD]
                 self._fail(bad[self._codes[bad] == GOOD], LATE)  # the first reason counts
             self._judge_all(np.flatnonzero(~self._accepted.any(axis=1)))
             self._held.close()
@@ -179,22 +209,20 @@ class Layers:
         """(n,) which objects can be read, as far as is known by now."""
         return self._reads.found.copy() if self._reads else self._none
 
-    def read(self, tensors: slice, rows: Addresses, deadline: float) -> Flags:
-        """(n,) whether those tensors of the object lie in its rows ((n, t) addresses) now, as they were put. No row is
-        written after this returned."""
-        reads = self._reads
-        return self._guard("layers", lambda: reads.read(tensors, rows, deadline), self._none) if reads else self._none
+    def read(self, tensors: slice, target: Target, deadline: float, first: int = 0) -> Flags:
+        """(m,) whether those tensors of the m objects from `first` on, one for each row of the target, are where it
+        wants them, as they were put. No row of it is written after this returned."""
+        return self.end(self.begin(tensors, target, deadline, first), len(target.rows))
 
-    def begin(self, tensors: slice, rows: Addresses, deadline: float) -> Started | None:
+    def begin(self, tensors: slice, target: Target, deadline: float, first: int = 0) -> Started | None:
         """Start such a read, if the drives reach the rows: they may be written from now on, until `end`."""
         reads = self._reads
-        return self._guard("layers", lambda: reads.begin(tensors, rows, deadline), None) if reads else None
+        return self._guard("layers", lambda: reads.begin(tensors, target, deadline, first), None) if reads else None
 
-    def end(self, ahead: Started | None) -> Flags:
-        """As `read`, of what was begun; None: of nothing."""
-        reads = self._reads
-        found: Flags = self._guard("layers", lambda: reads.end(ahead), self._none) if reads and ahead else self._none
-        return found
+    def end(self, ahead: Started | None, objects: int) -> Flags:
+        """As `read`, of what was begun for so many objects; None: of nothing."""
+        reads, none = self._reads, np.zeros(objects, dtype=np.bool_)
+        return self._guard("layers", lambda: reads.end(ahead), none) if reads and ahead else none
 
     def close(self) -> Flags:
         """Give the slots back; (n,) whether all that was read of the object was its own bytes. Idempotent."""

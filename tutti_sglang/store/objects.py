@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.config import Config
-from tutti_sglang.engine.base import Engine
+from tutti_sglang.engine.base import Engine, Registering
 from tutti_sglang.engine.batch import IoClass
 from tutti_sglang.engine.window import Window
 from tutti_sglang.errors import CapacityError, StoreError
@@ -37,6 +37,7 @@ from tutti_sglang.store.putting import Putter
 from tutti_sglang.store.room import Room
 from tutti_sglang.store.sight import Flags, spot
 from tutti_sglang.store.space import Space
+from tutti_sglang.store.stats import StoreStats
 from tutti_sglang.store.upkeep import Upkeep
 from tutti_sglang.store.verify import Verifier, VerifyReport
 from tutti_sglang.store.writer import Writer
@@ -52,20 +53,6 @@ Places = npt.NDArray[np.uint8]
 
 CLEAR_SECONDS = 5.0
 """How long `clear` tries while another process does not let it write, and goes on freeing room."""
-
-
-class StoreStats(NamedTuple):
-    """Of the whole store: bytes of segments and what they may grow to, objects and free slots as of the last half
-    second. Of this process: accepted objects, bytes of staging they fill, drives in service."""
-
-    segment_bytes: int
-    capacity: int
-    objects: int
-    free_slots: int
-    accepted: int
-    accepted_bytes: int
-    drives: int
-    drives_in_service: int
 
 
 class ObjectStore:
@@ -130,6 +117,13 @@ class ObjectStore:
         if share and self.fleet:
             self.fleet.attach(space, namespace.digest())
         return space.id
+
+    def register(self, address: int, size: int) -> None:
+        """Memory of a device, which stays until the store is closed: rows of `layers` may lie there from now on.
+        EngineError when the engine does not take it."""
+        self._check_process()
+        assert isinstance(self._parts.engine, Registering), "engine = gds"
+        self._parts.engine.register(address, size)
 
     def lookup(self, ns: int, keys: bytes) -> Flags:
         """(n,) which objects a get would find now; for a while this process does not evict them. Waits for no writer

@@ -34,7 +34,9 @@ PERMANENT = frozenset([CORRUPT, errno.ENODATA, errno.ENOENT])
 FULL = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 
 _OURS = [errno.ECANCELED, errno.EBADF, errno.EINVAL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR]
-_NOT_THE_DRIVE = frozenset([LATE, errno.ENODATA, *_OURS, *FULL])
+_DEVICE = [errno.EFAULT, errno.EOPNOTSUPP]
+"""What cuFile says of memory and machines that it does not serve (kernels/gds.py)."""
+_NOT_THE_DRIVE = frozenset([LATE, errno.ENODATA, *_OURS, *_DEVICE, *FULL])
 """Errors that say nothing about whether a drive works."""
 
 Codes = npt.NDArray[np.int32]
