@@ -55,7 +55,7 @@ class _Buckets:
         self._marks = marks
         bits = max(0, len(marks).bit_length() - _CROWD)
         self._shift, self._half = 64 - bits, 1 << bits >> 1
-        firsts = np.arange(-self._half, self._half, dtype=np.int64) << self._shift if bits else []
+        firsts = np.arange(-self._half, self._half, dtype=np.int64) << self._shift if bits else np.empty(0, np.int64)
         self._starts = np.searchsorted(marks, firsts)
         self._width = int(np.diff(self._starts, append=len(marks)).max(initial=0))
 
