@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.store import kit
-from tests.store.kit import close_good, keys, segment_files, soon, store_pages, value
+from tests.store.kit import close_good, eventually, keys, segment_files, soon, store_pages, value
 from tutti_sglang.engine.gio import GioEngine
 from tutti_sglang.gio.controller import Faults
 from tutti_sglang.kernels import gio_native
@@ -141,13 +141,13 @@ def test_nobody_goes_on_while_a_drive_may_still_write(opened: Opened) -> None:
 
     thread = threading.Thread(target=load)
     thread.start()
-    assert not done.wait(1.5), "its deadline is long over"
-    assert value(opened.store, "tutti_drive_in_service") < 2, "the drive is out of service meanwhile"
+    assert eventually(lambda: value(opened.store, "tutti_drive_in_service") < 2), "a drive is out of service meanwhile"
+    assert not done.wait(0.5), "its deadline is long over"
     opened.faults(Faults())
     while not done.wait(0.05):
         opened.release()
     thread.join()
-    assert value(opened.store, "tutti_load_overdue_seconds") > 1
+    assert value(opened.store, "tutti_load_overdue_seconds") > 0.3
 
 
 def test_what_was_begun_and_is_not_wanted_ends_with_the_block(opened: Opened) -> None:

@@ -39,10 +39,10 @@ def world(disk: Path, request: pytest.FixtureRequest) -> Iterator[tuple[TuttiLin
         process_gate().idle()
 
 
-def _measured(linker: TuttiLinker, beside: float, load: float) -> None:
-    """A prefill of NEW tokens takes 0.4 s alone and `beside` busy drives, and a layer's load `load` seconds."""
+def _measured(linker: TuttiLinker, beside: float, load: float, alone: float = 0.4) -> None:
+    """A prefill of NEW tokens takes so long alone and `beside` busy drives, and a layer's load `load` seconds."""
     for _ in range(3):
-        linker._tier.timing.table.observe(NEW, 0, 0.4)
+        linker._tier.timing.table.observe(NEW, 0, alone)
         linker._tier.timing.table.observe(NEW, 0, beside, beside=True)
     assert linker._loader._pacing
     linker._loader._pacing._loads.observe(LAYER_BYTES, load)
@@ -109,7 +109,7 @@ def test_where_it_hides_one_and_a_half_the_plan_is_between(world: Any) -> None:
 
 def test_writes_wait_for_the_last_load_and_get_the_slack_that_is_left(world: Any) -> None:
     linker, _, _ = world
-    _measured(linker, beside=0.4, load=0.06)  # layers 0 and 1 with 0, 2 with 1, 3 with 2
+    _measured(linker, beside=400, load=60, alone=400)  # layers 0 and 1 with 0, 2 with 1, 3 with 2
     window = linker._tier.store.window
     request = Request(linker, "r", keys(4))
     assert request.lookup() == 4
@@ -118,12 +118,12 @@ def test_writes_wait_for_the_last_load_and_get_the_slack_that_is_left(world: Any
     process_gate().let_write(0)
     assert offload(linker, keys(8, 100), [*range(40, 48)])
     assert linker._tier.store.pending == 8
-    window._rate = 8 * linker._loader._pacing._page_bytes / 0.05  # type: ignore[union-attr]
+    window._rate = 8 * linker._loader._pacing._page_bytes / 50  # type: ignore[union-attr]
     open_: list[bool] = []
     before = _planned(linker)["write"]
     assert forward(linker, lambda layer: open_.append(window.calm(time.monotonic())))
     assert open_[:2] == [False, False]
-    assert open_[2], "40 ms are left beside the last load"
+    assert open_[2], "40 s are left beside the last load"
     assert _planned(linker)["write"] > before
     process_gate().idle()
     assert eventually(lambda: linker._tier.store.pending == 0)
