@@ -131,16 +131,21 @@ def test_what_a_drive_refused_once_is_asked_for_again(opened: Opened) -> None:
 
 def test_nobody_goes_on_while_a_drive_may_still_write(opened: Opened) -> None:
     opened.faults(Faults(drop=1.0, writes=False))
-    done = threading.Event()
+    before, done, begun, on_their_way = opened.commands(), threading.Event(), threading.Event(), threading.Event()
 
     def load() -> None:
         with opened.store.layers(opened.ns, keys(*range(opened.count))) as layers:
-            layers.begin(LAYERS[0], HostRows(opened.rows[:, LAYERS[0]]), soon(0.2))
-            layers.close()
+            layers.begin(LAYERS[0], HostRows(opened.rows[:, LAYERS[0]]), soon(2))
+            begun.set()
+            on_their_way.wait()
+            layers.close()  # what no drive knows of yet would be cancelled
             done.set()
 
     thread = threading.Thread(target=load)
     thread.start()
+    assert begun.wait(20)
+    assert eventually(lambda: opened.commands() > before)
+    on_their_way.set()
     assert eventually(lambda: value(opened.store, "tutti_drive_in_service") < 2), "a drive is out of service meanwhile"
     assert not done.wait(0.5), "its deadline is long over"
     opened.faults(Faults())
