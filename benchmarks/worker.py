@@ -103,9 +103,7 @@ class Bench:
         row: dict[str, Any] = {"operation": operation, "beside": beside}
         prepare(row)
         watch = {"idle": _watch_cpu, "busy": _watch_busy, "gil": _watch_gil}[beside]
-        start = time.perf_counter()
         row |= watch(lambda: run(pages, row, patience))
-        row.setdefault("seconds", time.perf_counter() - start)
         row["bytes"] = (row.get("read", 0) + row.get("written", 0)) * self.case.shape.page_bytes
         if operation != "put":
             self._verify(row["read"])

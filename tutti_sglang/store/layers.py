@@ -101,13 +101,9 @@ class LayerReads:
         roots = self._sight.records["root"][which] ^ marks(self._space.id, some(self._keys, which))
         self._fail(which[(checksum.roots(self._sums[which]) != roots) & self.found[which]], CORRUPT)
 
-    def read(self, tensors: slice, target: Target, deadline: float, first: int = 0) -> Flags:
-        """(m,) whether those tensors of the m objects from `first` on are where the target wants them, as they were
-        put. No row of it is written after this returned."""
-        return self.end(self.begin(tensors, target, deadline, first))
-
     def begin(self, tensors: slice, target: Target, deadline: float, first: int = 0) -> Started:
-        """Start such a read where the drives reach the rows; elsewhere `end` does all of it."""
+        """Start to read those tensors of the objects from `first` on, one for each row of the target, where the drives
+        reach the rows; elsewhere `end` does all of it."""
         objects = slice(first, first + len(target.rows))
         which = np.flatnonzero(self.found[objects] & ~self._accepted[objects].any(axis=1))
         there = first + which
@@ -129,7 +125,7 @@ class LayerReads:
         return ahead
 
     def end(self, ahead: Started) -> Flags:
-        """As `read`."""
+        """As Layers.read, of what was begun."""
         objects, sizes = ahead.objects, self._space.sizes[ahead.tensors]
         here = np.flatnonzero(self.found[objects] & self._accepted[objects].any(axis=1))
         if len(here):
