@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
@@ -15,6 +16,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from tests.store.kit import eventually
+from tutti_sglang.integration import linker as linker_module
 from tutti_sglang.integration.linker import TuttiLinker
 
 LAYERS, HEADS, WIDTH, PAGE = 4, 2, 64, 16
@@ -165,6 +167,13 @@ class Request:
 def admitted(linker: TuttiLinker, *rids: str) -> bool:
     """Whether all of the queue may be admitted, within a while."""
     return eventually(lambda: not linker.held(list(rids)))
+
+
+def move_by(monkeypatch: pytest.MonkeyPatch, mover: Callable[..., Any]) -> None:
+    """Linkers that are made from now on have such a mover of a device, in whose place is the CPU."""
+    monkeypatch.setattr(
+        linker_module, "choose_mover", lambda pools, engine, stream: mover(pools, torch.device("cpu"), stream)
+    )
 
 
 def forward(linker: TuttiLinker, seen: Any = None) -> bool:

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
-import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -29,6 +28,7 @@ from tests.integration.linkers import (
     make,
     mha,
     mla,
+    move_by,
     offload,
     parts_of,
     same,
@@ -38,7 +38,6 @@ from tests.integration.linkers import (
 )
 from tests.store.kit import eventually
 from tutti_sglang.errors import UnsupportedError
-from tutti_sglang.integration import linker as linker_module
 from tutti_sglang.integration.direct.gds import GdsMover
 from tutti_sglang.integration.direct.movers import StreamMover
 from tutti_sglang.integration.linker import TuttiLinker
@@ -46,14 +45,6 @@ from tutti_sglang.kernels import gio_native
 
 Open = Callable[..., TuttiLinker]
 FROM, TO = [3, 9, 4, 5], [20, 11, 12, 30]
-
-
-def _stream_mover(pools: Any, engine: str, forward_stream: Any) -> StreamMover:
-    return StreamMover(list(pools), torch.device("cpu"), forward_stream)
-
-
-def _gds_mover(pools: Any, engine: str, forward_stream: Any) -> GdsMover:
-    return GdsMover(list(pools), torch.device("cpu"), forward_stream)
 
 
 @pytest.fixture(params=["host", "gio", "stream", "gds"])
@@ -64,10 +55,10 @@ def opened(disk: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     if request.param == "gio" and gio_native.library() is None:
         pytest.skip("the gio engine's native library was not built")
     if request.param == "stream":
-        monkeypatch.setattr(linker_module, "choose_mover", _stream_mover)
+        move_by(monkeypatch, StreamMover)
     if request.param == "gds":
         cufile.install(monkeypatch)
-        monkeypatch.setattr(linker_module, "choose_mover", _gds_mover)
+        move_by(monkeypatch, GdsMover)
     made: list[TuttiLinker] = []
 
     def open_one(pool: Any, components: Any = FULL, **extra: Any) -> TuttiLinker:

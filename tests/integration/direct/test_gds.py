@@ -29,12 +29,12 @@ from tests.integration.linkers import (
     make,
     mha,
     mla,
+    move_by,
     offload,
     same,
     watcher,
 )
 from tutti_sglang.errors import EngineError
-from tutti_sglang.integration import linker as linker_module
 from tutti_sglang.integration.direct import choosing, loading
 from tutti_sglang.integration.direct import gds as gds_module
 from tutti_sglang.integration.direct.gds import GdsMover
@@ -56,8 +56,7 @@ class World:
     def __init__(self, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._disk, self._made = disk, list[TuttiLinker]()
         self.libraries = cufile.install(monkeypatch)
-        choose = lambda pools, engine, stream: GdsMover(list(pools), CPU, stream, "nvidia-fs")  # noqa: E731
-        monkeypatch.setattr(linker_module, "choose_mover", choose)
+        move_by(monkeypatch, GdsMover)
 
     def open(self, pool: Any, folder: str = "store", **extra: Any) -> TuttiLinker:
         self._made.append(make(pool, self._disk / folder, **({"preload": 0} | extra)))
@@ -131,7 +130,7 @@ def test_bytes_land_where_the_mover_with_pinned_memory_puts_them(
             patch.setattr(gds_module, "LANES", lanes)
             patch.setattr(gds_module, "ALIGNMENT", 4096)
             world = World(disk, patch)
-            patch.setattr(linker_module, "choose_mover", lambda pools, *_, mover=mover: mover(list(pools), CPU))
+            move_by(patch, mover)
             pool = kind()
             fill(pool, 1)
             ahead = 0 if mover is GdsMover else "8MiB"
