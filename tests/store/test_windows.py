@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,28 @@ def test_reads_and_writes_of_many_threads_leave_a_good_store_and_do_not_meet(dis
     for reader in readers:
         reader.join()
     assert value(store, "tutti_overlap_seconds") == 0
+    close_good(store)
+
+
+def test_a_read_does_not_wait_while_the_index_is_written(
+    disk: Path, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(disk)
+    ns = store.attach(namespace())
+    assert all(put(store, ns, *range(20)))
+    assert store.drain(8)
+    publish, begun, go_on = store._parts.index.publish, Event(), Event()
+
+    def slowly(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return publish(*args)
+
+    monkeypatch.setattr(store._parts.index, "publish", slowly)
+    assert all(put(store, ns, 100))
+    assert begun.wait(60)
+    assert all(get(store, ns, *range(20)))
+    go_on.set()
     close_good(store)
 
 

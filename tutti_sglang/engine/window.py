@@ -142,13 +142,15 @@ class Window:
         with self._changed:
             self._changed.wait(_PAUSE)
 
+    @property
+    def quiet(self) -> bool:
+        """No scheduler works and no read has come lately: loads need not be short, nor one at a time."""
+        now = self._clock()
+        return not self.enabled or (not self._turns.listening(now) and now - self._latest_read > QUIET * 1e9)
+
     def most_bytes(self, limit: int) -> int:
         """How much one load should write, of `limit` at most: little while a scheduler works or reads come."""
-        now = self._clock()
-        calm = not self._turns.listening(now) and now - self._latest_read > QUIET * 1e9
-        if not self.enabled or calm:
-            return limit
-        return min(limit, max(LEAST_BYTES, int(self._rate * LOAD_SECONDS)))
+        return limit if self.quiet else min(limit, max(LEAST_BYTES, int(self._rate * LOAD_SECONDS)))
 
     def close(self) -> None:
         """Leave the store's gate."""

@@ -45,7 +45,8 @@ _Which = npt.NDArray[np.int64]
 
 @dataclass
 class _Load:
-    """Objects of one namespace on their way. `held` keeps the files of their segments open."""
+    """Objects of one namespace on their way. `held` keeps the files of their segments open, `window` the drives from
+    reads."""
 
     space: Space
     parcels: list[Parcel]
@@ -53,6 +54,7 @@ class _Load:
     slots: Slots
     geometries: dict[int, Geometry]
     held: contextlib.ExitStack
+    window: contextlib.ExitStack
     deadline: float
     ticket: Ticket
 
@@ -109,7 +111,7 @@ class Writer:
         return idle or time.monotonic() >= self._stop_at
 
     def _step(self) -> None:
-        if len(self._flying) < LOADS_IN_FLIGHT:
+        if len(self._flying) < (LOADS_IN_FLIGHT if self._parts.window.quiet else 1):
             stopping = self._stop_at is not None
             since = self._parts.accepted.oldest(0.0 if self._flying or stopping else TICK_SECONDS)
             if since is not None:
@@ -135,7 +137,7 @@ class Writer:
         """Start writing; whatever goes wrong, the parcels end."""
         cargo = Cargo.of(parcels)
         slots = NONE
-        held = contextlib.ExitStack()
+        held, window = contextlib.ExitStack(), contextlib.ExitStack()
         try:
             slots = self._room.take(space, len(cargo.keys))
             if len(slots) < len(cargo.keys) and self._flying:
@@ -154,15 +156,16 @@ class Writer:
                 return
             deadline, objects = self._deadline(), objects_of(geometries, slots)
             nbytes = len(slots) * space.object_size
-            held.enter_context(self._parts.window.writing(objects.cycle, nbytes))
+            window.enter_context(self._parts.window.writing(objects.cycle, nbytes))
             ticket = self._write(objects, cargo.base, deadline)
         except BaseException:
+            window.close()
             held.close()
             self._lost("error", len(cargo.keys))
             self._finish(parcels, [])
             self._room.give_back(slots)
             raise
-        self._flying.append(_Load(space, parcels, cargo, slots, geometries, held, deadline, ticket))
+        self._flying.append(_Load(space, parcels, cargo, slots, geometries, held, window, deadline, ticket))
 
     def _land(self, load: _Load) -> None:
         """Wait for the writes and publish what arrived; whatever goes wrong, the parcels end."""
@@ -174,10 +177,12 @@ class Writer:
             # What hangs is owed by the first ticket: one ticket must be able to answer for all of the load.
             if len(again) and not (found == UNANSWERED).any():
                 self._survive(partial(self._again, load, again, found))
+            load.window.close()  # the index may take its time to be written, and no read need wait for that
             good = np.flatnonzero(found == GOOD)
             if len(good):
                 published[good] = self._publisher.publish(load.space, load.cargo.some(good), load.slots[good])
         finally:
+            load.window.close()
             load.held.close()
             self._close(load, found, published)
 
