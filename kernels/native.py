@@ -1,12 +1,12 @@
 """Finds the native host library; without it, pure Python does the same work more slowly."""
 
 import ctypes
-from ctypes import c_int, c_int64, c_size_t, c_uint, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_int, c_int64, c_size_t, c_uint, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI = 7
+ABI = 8
 """`kAbi` of kernels/host/abi.hpp: a library built from other sources than these is not used."""
 
 _PATTERN = "_host*.so"
@@ -34,6 +34,8 @@ _SHORT: dict[str, _Signature] = {
     "tutti_xxh3": (c_uint64, (c_void_p, c_size_t)),
     "tutti_pages": (c_int, (c_void_p, c_size_t, c_int64, c_int64, c_void_p)),
     "tutti_page_rows": (None, (c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p)),
+    "tutti_marks": (None, (c_uint32, c_char_p, c_size_t, c_void_p)),
+    "tutti_find": (None, (c_void_p, c_void_p, c_size_t, c_int64, c_void_p)),
     "tutti_uring_probe": (c_int, ()),
     "tutti_engine_refused": (c_int, (c_void_p,)),
     "tutti_engine_registered": (c_uint64, (c_void_p,)),

@@ -9,7 +9,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 /// Raised with every change of a signature or structure below; kernels/native.py refuses another number.
-constexpr std::uint32_t kAbi = 7;
+constexpr std::uint32_t kAbi = 8;
 
 TUTTI_API std::uint32_t tutti_abi() noexcept;
 
@@ -151,3 +151,19 @@ TUTTI_API int tutti_pages(const std::int64_t *slots, std::size_t pages, std::int
 /// Page numbers (n,) to addresses (n, T): base[t] + page * stride[t].
 TUTTI_API void tutti_page_rows(const std::int64_t *pages, std::size_t n, const std::uint64_t *base, const std::uint64_t *stride,
                                std::size_t tensors, std::uint64_t *out) noexcept;
+
+// table.cpp
+
+/// Ascending marks and their slots. Those whose highest 64 - shift bits, as a signed number, are b - 2^(63 - shift) begin at starts[b].
+struct tutti_table {
+    const std::int64_t *marks, *slots;
+    const std::int64_t *starts;  // 2^(64 - shift) + 1, the last of them the number of marks
+    std::uint32_t shift;         // 1 to 63
+};
+
+/// XXH3-64 of a namespace (u64) and each of the keys (n, 32) to `out` (n,).
+TUTTI_API void tutti_marks(std::uint32_t name, const std::uint8_t *keys, std::size_t n, std::uint64_t *out) noexcept;
+
+/// Slots of marks (n,), in any order, to `out` (n,); `absent` where there is none.
+TUTTI_API void tutti_find(const tutti_table *table, const std::int64_t *marks, std::size_t n, std::int64_t absent,
+                          std::int64_t *out) noexcept;

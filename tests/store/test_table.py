@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tutti_sglang.kernels import native
 from tutti_sglang.store import table as module
 from tutti_sglang.store.slots import NO_SLOT
 from tutti_sglang.store.table import GONE, Loader, News, Table
@@ -82,15 +83,18 @@ def test_many_marks_at_once_come_back_in_their_order() -> None:
     assert table_of(objects).guess(asked)[1].tolist() == [objects.get(mark, NO_SLOT) for mark in asked.tolist()]
 
 
-@pytest.mark.parametrize("crowd", [0, 1, 30], ids=["hashes", "some alike", "as many alike as no hash has"])
-def test_few_marks_are_found_wherever_they_lie(crowd: int) -> None:
-    """By buckets, by a search where these are of no use, and at both ends."""
+@pytest.mark.parametrize("library", ["with", "without"])
+@pytest.mark.parametrize("crowd", [0, 1, 30, 60], ids=["hashes", "some alike", "many alike", "a handful of values"])
+def test_marks_are_found_wherever_they_lie(crowd: int, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In buckets of all sizes and at both ends, by the native library and without it."""
+    if library == "without":
+        monkeypatch.setattr(native, "library", lambda: None)
     random = np.random.default_rng(crowd)
     drawn = random.integers(-(1 << 63), 1 << 63, 3000, dtype=np.int64) >> np.int64(crowd)
     known, absent = np.unique(drawn)[::2], np.unique(drawn)[1::2]
     table = Table(known, np.arange(len(known)), 0)
-    assert table._buckets.of_use == (crowd < 30)
-    for some in (known[:200], known[-200:], absent[:200], random.permutation(np.concatenate([known, absent]))[:900]):
+    mixed = random.permutation(np.concatenate([known, absent]))
+    for some in (known[:200], known[-200:], known[:1], absent[:200], mixed[:900], mixed, mixed[:0]):
         want = np.where(np.isin(some, known), np.searchsorted(known, some), NO_SLOT)
         assert table.guess(some)[1].tolist() == want.tolist()
 

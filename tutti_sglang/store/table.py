@@ -5,12 +5,14 @@ table was last right; while that cannot be told, the B-tree answers, and a table
 the background. So what a table says is what the index says, as of one moment.
 """
 
+import ctypes
 import threading
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tutti_sglang.kernels import native
 from tutti_sglang.store.slots import NO_SLOT, Slots
 
 Marks = npt.NDArray[np.int64]
@@ -25,10 +27,8 @@ MERGE_AT = 1 << 15
 _SORTED_FROM = 1024
 """Marks from which sorting them pays: neighbours share cache lines."""
 
-_CROWD = 4
-"""Log2 of how many marks a bucket has on average: two cache lines."""
-_WIDEST = 64
-"""Marks of the fullest bucket, up to which buckets are used. Marks are hashes: more is no accident."""
+_CROWD = 3
+"""Log2 of how many marks a bucket has on average: a cache line."""
 
 
 class News(NamedTuple):
@@ -47,29 +47,32 @@ class News(NamedTuple):
         return len(self.slots) == len(self.marks) == self.newest - self.last
 
 
+class _Native(ctypes.Structure):
+    """`struct tutti_table` of kernels/host/abi.hpp."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("marks", "slots", "starts")), ("shift", ctypes.c_uint32))
+
+
 class _Buckets:
-    """Where in ascending marks those begin whose highest bits are equal: a few marks are found there at once, while a
-    binary search waits for memory a dozen times for each of them."""
+    """Where in ascending marks those begin whose highest bits are equal: a mark is found there at once, while a binary
+    search waits for memory a dozen times. One call that keeps the GIL: numpy would give it away at every step."""
 
-    def __init__(self, marks: Marks) -> None:
-        self._marks = marks
-        bits = max(0, len(marks).bit_length() - _CROWD)
-        self._shift, self._half = 64 - bits, 1 << bits >> 1
-        firsts = np.arange(-self._half, self._half, dtype=np.int64) << self._shift if bits else np.empty(0, np.int64)
-        self._starts = np.searchsorted(marks, firsts)
-        self._width = int(np.diff(self._starts, append=len(marks)).max(initial=0))
+    def __init__(self, marks: Marks, slots: Slots) -> None:
+        self._library = native.library()
+        bits = max(1, len(marks).bit_length() - _CROWD)
+        firsts = np.arange(-(1 << bits >> 1), 1 << bits >> 1, dtype=np.int64) << (64 - bits)
+        starts = np.append(np.searchsorted(marks, firsts), len(marks))
+        self._kept = arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in (marks, slots, starts)]
+        self._native = _Native(*(each.ctypes.data for each in arrays), 64 - bits)
+        self._address = ctypes.addressof(self._native)
 
-    @property
-    def of_use(self) -> bool:
-        """Whether `find` may be asked."""
-        return 0 < self._width <= _WIDEST
-
-    def find(self, marks: Marks) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """As Table._search."""
-        first = self._starts[(marks >> self._shift) + self._half]
-        near = np.minimum(first[:, None] + np.arange(self._width), len(self._marks) - 1)
-        hits = self._marks[near] == marks[:, None]
-        return first + hits.argmax(axis=1), hits.any(axis=1)
+    def find(self, marks: Marks) -> Slots | None:
+        """(n,) the slots, NO_SLOT where there is none; None without the native library."""
+        if self._library is None:
+            return None
+        marks, found = np.ascontiguousarray(marks), np.empty(len(marks), dtype=np.int64)
+        self._library.tutti_find(self._address, marks.ctypes.data, len(marks), NO_SLOT, found.ctypes.data)
+        return found
 
 
 class Table:
@@ -78,7 +81,7 @@ class Table:
     def __init__(self, marks: Marks, slots: Slots, last: int) -> None:
         """Of the objects that were there after change `last`, or later; `marks` ascending."""
         self._marks, self._slots = marks, slots
-        self._buckets = _Buckets(marks)
+        self._buckets = _Buckets(marks, slots)
         self._since: dict[int, int] = {}
         self._last = last
         self._lock = threading.Lock()
@@ -133,22 +136,18 @@ class Table:
         return True
 
     def _find(self, marks: Marks) -> Slots:
-        if len(marks) >= _SORTED_FROM:
-            order = np.argsort(marks)
-            at, known = np.empty(len(marks), dtype=np.int64), np.empty(len(marks), dtype=np.bool_)
-            at[order], known[order] = self._search(marks[order])
-        else:
-            at, known = self._search(marks)
-        found = np.full(len(marks), NO_SLOT)
-        found[known] = self._slots[at[known]]
+        found = self._buckets.find(marks)
+        if found is None:
+            order = np.argsort(marks) if len(marks) >= _SORTED_FROM else np.arange(len(marks))
+            at, known = self._search(marks[order])
+            found = np.full(len(marks), NO_SLOT)
+            found[order[known]] = self._slots[at[known]]
         if self._since.keys().isdisjoint(names := marks.tolist()):
             return found
         return np.fromiter(map(self._since.get, names, found.tolist()), np.int64, len(marks))
 
     def _search(self, marks: Marks) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Where in the arrays, and whether there."""
-        if self._buckets.of_use and len(marks) < _SORTED_FROM:
-            return self._buckets.find(marks)
         at = np.searchsorted(self._marks, marks)
         if not len(self._marks):
             return at, np.zeros(len(marks), dtype=np.bool_)
