@@ -1,8 +1,8 @@
 """Load or recompute, on a fast disk and on one that is made slow: a stored prompt must never be slower than a new one.
 
 In each round a prompt that nobody asked before and one that is stored take turns, at each length. Once with the tier's
-break-even, and once without it, where whatever is stored is loaded. The disk is made slow by a plugin that sleeps below
-the pure Python engine; the tier is told nothing.
+break-even, and once without it, where whatever is stored is loaded. The disk is made slow by a plugin that sleeps after
+each read of the native engine; the tier is told nothing.
 """
 
 import argparse
@@ -56,7 +56,7 @@ async def _serve(options: argparse.Namespace, setting: str, folder: Path) -> lis
     slow_disk.install(folder / "plugin")
     paths = [str(folder / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), slow_disk.VARIABLE: str(slow)}
-    extra = {"storage_dirs": [str(folder / "store")], "max_size": "2GiB", "engine": "threads", "break_even": setting}
+    extra = {"storage_dirs": [str(folder / "store")], "max_size": "2GiB", "break_even": setting}
     flags = ["--hicache-storage-backend-extra-config", json.dumps(extra)]
     server = Server([*flags, "--hicache-storage-prefetch-policy", "wait_complete"], folder / "log", environ)
     rows: list[Row] = []

@@ -1,31 +1,36 @@
-"""An SGLang plugin of tests and benchmarks: every read of the drives takes longer, by so many nanoseconds a byte."""
+"""An SGLang plugin of tests and benchmarks: every read of the drives takes longer, by so many nanoseconds a byte.
+
+It sleeps where the store calls the native engine: for all above, the drive is slow.
+"""
 
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tutti_sglang.engine.moving import Got, Read
 
 VARIABLE = "TUTTI_TEST_SLOW_DISK"
 
 
 def register() -> None:
-    """Entry point: in scheduler processes, below the pure Python engine."""
+    """Entry point: in scheduler processes."""
     if "sglang.srt.managers.scheduler" not in sys.modules:
         return
-    from tutti_sglang.engine.batch import Operation
-    from tutti_sglang.engine.system import SYSTEM
+    from tutti_sglang.engine.uring import UringEngine
 
-    transfer = type(SYSTEM).transfer
+    read = UringEngine.read
 
-    def slow(system: Any, operation: Operation, place: Any, iovecs: Any) -> int:
-        moved = transfer(system, operation, place, iovecs)
+    def slow(engine: UringEngine, request: "Read", *others: Any) -> "Got":
+        got = read(engine, request, *others)
         file = Path(os.environ[VARIABLE])
-        if operation == Operation.READ and file.exists():
-            time.sleep(moved * float(file.read_text()) / 1e9)
-        return moved
+        if file.exists():
+            time.sleep(int(got.moved.nbytes.sum()) * float(file.read_text()) / 1e9)
+        return got
 
-    type(SYSTEM).transfer = slow  # type: ignore[method-assign,assignment]
+    UringEngine.read = slow  # type: ignore[method-assign,assignment]
 
 
 def install(site: Path) -> None:

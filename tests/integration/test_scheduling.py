@@ -29,7 +29,7 @@ class Slowable:
         self.slow = folder / "nanoseconds a byte"
         slow_disk.install(folder / "plugin")
         environ = (("PYTHONPATH", str(folder / "plugin")), (slow_disk.VARIABLE, str(self.slow)))
-        extra = {"storage_dirs": [str(self.store)], "engine": "threads", **SIZES}
+        extra = {"storage_dirs": [str(self.store)], **SIZES}
         flags = hicache("tutti", "--enable-metrics", "--log-level", "debug", extra=extra)
         flags += ("--hicache-storage-prefetch-policy", "wait_complete")
         self.launch = Launch(flags=flags, environ=environ)
