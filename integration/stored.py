@@ -30,6 +30,8 @@ class StoredPool:
         self.namespaces = namespaces
         self._store = store
         self._ids = [store.attach(namespace, share=share) for namespace in namespaces]
+        for each in self._ids:
+            store.warm(each)
 
     def lookup(self, keys: bytes) -> Found:
         """(n,) whether the page is stored, or accepted by this process."""

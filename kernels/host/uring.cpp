@@ -18,7 +18,7 @@ namespace tutti {
 namespace {
 
 constexpr unsigned kFiles = 1024;              // registered at once; more are used by their descriptor
-constexpr std::uint64_t kBuffer = 32ull << 20;  // staging is registered piece by piece, when first used: all at once would delay opening
+constexpr std::uint64_t kBuffer = 32ull << 20;  // staging is registered piece by piece: all at once would take too long
 
 /// A place for one transfer in flight.
 struct Slot {
@@ -69,6 +69,7 @@ class UringDrive final : public Drive {
         opened_.set_value(error);
         if (!ring_) return;
         listen();
+        if (!buffers_.empty()) register_buffer(0);  // the first I/O lies there, and would wait for it; the others when they are used
         for (;;) {
             for (const int slot : queue.take_retired_slots()) forget(slot);
             fill();

@@ -22,6 +22,7 @@ from tests.integration.host_pools import fill, mha_pool, mla_pool, slots, storag
 from tests.store.kit import Weather, eventually
 from tutti_sglang.config import Config
 from tutti_sglang.engine.threads import ThreadsEngine
+from tutti_sglang.engine.uring import UringEngine, uring_refused
 from tutti_sglang.errors import CapacityError, ConfigError, ForeignStoreError, StoreError, UnsupportedError
 from tutti_sglang.integration import hicache, tier
 from tutti_sglang.integration import served as served_module
@@ -29,6 +30,7 @@ from tutti_sglang.integration.hicache import TuttiHiCacheStorage
 from tutti_sglang.integration.identity import Identity
 from tutti_sglang.integration.live import live_backends
 from tutti_sglang.integration.served import Served
+from tutti_sglang.kernels import native
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import ObjectStore
 from tutti_sglang.testing.faults import EVERY_BLOCK, WRITES, Fault, FaultPlan
@@ -502,6 +504,18 @@ def test_replicas_share_their_pages_after_new_weights_too(opened: Open, monkeypa
     writer.flushed()
     assert reader.batch_get_v1(keys(2), slots(pools[1], [4, 5])) == [True, True]
     assert _equal(_contents(pools[1], [4, 5]), _contents(pools[0], [0, 1]))
+
+
+@pytest.mark.skipif(native.library() is None or bool(uring_refused()), reason="no io_uring here")
+def test_after_attaching_the_drives_are_ready_before_any_get(opened: Open) -> None:
+    pool = mha_pool()
+    first = opened(pool)
+    assert all(first.batch_set_v1(keys(4), slots(pool, PAGES)))
+    first.close()
+    engine = opened(pool)._tier.store._parts.engine
+    assert isinstance(engine, UringEngine)
+    assert eventually(lambda: engine.registered == 16 << 20), "all of so small a staging is its first piece"
+    assert engine.counters.transfers == 0
 
 
 def test_attach_and_detach_leave_nothing_behind(opened: Open) -> None:

@@ -131,7 +131,8 @@ class UringEngine:
 
     @property
     def registered(self) -> int:
-        """Bytes of staging that are registered so far; pieces of it are, when they are first used."""
+        """Bytes of staging that are registered so far: the first piece when a ring has started, others when they are
+        used."""
         return int(self.library.tutti_engine_registered(self._handle))
 
     @property

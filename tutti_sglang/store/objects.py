@@ -40,6 +40,7 @@ from tutti_sglang.store.space import Space
 from tutti_sglang.store.stats import StoreStats
 from tutti_sglang.store.upkeep import Upkeep
 from tutti_sglang.store.verify import Verifier, VerifyReport
+from tutti_sglang.store.warming import warm
 from tutti_sglang.store.writer import Writer
 from tutti_sglang.units import format_size
 
@@ -117,6 +118,11 @@ class ObjectStore:
         if share and self.fleet:
             self.fleet.attach(space, namespace.digest())
         return space.id
+
+    def warm(self, ns: int) -> None:
+        """Begin, beside the caller, to do what the first get would otherwise wait for."""
+        self._check_process()
+        self._writer.once(partial(warm, self._parts, self._parts.spaces[ns]))
 
     def register(self, address: int, size: int) -> None:
         """Memory of a device, which stays until the store is closed: rows of `layers` may lie there from now on.

@@ -71,6 +71,7 @@ class Writer:
         self._load_bytes = min(LOAD_BYTES, capacity // 8)
         self._flying: deque[_Load] = deque()
         self._owed: list[tuple[Ticket, Slots]] = []
+        self._once: deque[Callable[[], None]] = deque()
         self._next_tick = 0.0
         self._stop_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="tutti-writer", daemon=True)
@@ -78,6 +79,11 @@ class Writer:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    def once(self, duty: Callable[[], None]) -> None:
+        """Have it done soon, beside the caller; nobody learns what became of it."""
+        self._once.append(duty)
+        self._parts.accepted.wake()
 
     def stop(self, deadline: float) -> bool:
         """Write what was accepted and end; False when that takes longer than until `deadline`."""
@@ -88,6 +94,8 @@ class Writer:
 
     def _run(self) -> None:
         while not self._done():
+            while self._once:
+                self._survive(self._once.popleft())
             self._survive(self._step)
             if time.monotonic() >= self._next_tick:
                 self._next_tick = time.monotonic() + TICK_SECONDS
