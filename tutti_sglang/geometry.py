@@ -61,6 +61,11 @@ class Geometry:
         return padded(self.tensors)
 
     @cached_property
+    def every(self) -> npt.NDArray[np.int64]:
+        """(T,) the numbers of all tensors."""
+        return np.arange(len(self.tensors))
+
+    @cached_property
     def object_size(self) -> int:
         """Bytes one object occupies on disk, padding included."""
         return int(self.strides.sum())
@@ -126,7 +131,7 @@ class Geometry:
     def locate(self, slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]:
         """(n,) slots → (n, T) drive ordinals and (n, T) byte offsets in the segment's file on that drive."""
         groups, within = np.divmod(slots[:, None], self.group)
-        tensors = np.arange(len(self.tensors))
+        tensors = self.every
         cycle = len(self.cycle)
         position = (groups + (tensors if self.stripe is Stripe.TENSOR else 0 * tensors)) % cycle
         offset = (

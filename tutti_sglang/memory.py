@@ -22,6 +22,11 @@ _LARGE_ROW = 64 << 10  # from here on one memmove per row beats gathering
 Addresses = npt.NDArray[np.uint64]
 
 
+def zeros(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """(count,) zeros. np.zeros gives the GIL away from 1 KiB on: beside a busy Python thread that may take 5 ms."""
+    return np.frombuffer(bytearray(count * np.dtype(dtype).itemsize), dtype)
+
+
 class Region:
     """Anonymous memory, zeroed, aligned to 4 KiB (2 MiB when it is that large), in huge pages where there are any.
 

@@ -26,7 +26,7 @@ from tests.store.index_kit import (
 )
 from tutti_sglang.errors import ForeignStoreError, StoreError
 from tutti_sglang.geometry import Stripe
-from tutti_sglang.store import filesystem, schema
+from tutti_sglang.store import database, filesystem, schema
 from tutti_sglang.store.index import Index
 from tutti_sglang.store.slots import NO_SLOT, slots_of
 
@@ -65,6 +65,8 @@ def test_a_reader_that_does_not_end_costs_writes_but_not_the_disk(
     index: Index, space: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schema, "WAL_MAX", 1 << 20)
+    monkeypatch.setattr(database, "_LOG_SECONDS", 0.0)
+    index._next_look_at_log = 0.0
     reader = sqlite3.connect(index.path, isolation_level=None)
     reader.execute("begin")
     reader.execute("select count(*) from objects").fetchone()

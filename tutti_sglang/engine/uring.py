@@ -217,10 +217,11 @@ class UringEngine:
         return {lane: each for lane, each in begun.tickets.items() if not done(_native(each).handle)}
 
     def _open(self, call: PackedRead) -> dict[int, Ticket]:
-        """Tickets of the pieces that are under way, by lane."""
+        """Tickets of the pieces that are under way, by lane. (np.zeros would give the GIL away.)"""
         return {
-            lane: self._keep(np.zeros(call.counts[lane], IOCTX_DTYPE), int(call.handles[lane]), call.request.hold)
-            for lane in np.flatnonzero(call.handles).tolist()
+            lane: self._keep(np.empty(count, IOCTX_DTYPE), handle, call.request.hold)
+            for lane, (handle, count) in enumerate(zip(call.handles.tolist(), call.counts.tolist(), strict=True))
+            if handle
         }
 
     def launch(self, move: Move) -> Ticket:
@@ -235,7 +236,7 @@ class UringEngine:
         )
         if not handle:
             raise EngineError("The I/O engine is closed")
-        ticket = self._keep(np.zeros(packed.contexts, IOCTX_DTYPE), handle, move.hold)
+        ticket = self._keep(np.empty(packed.contexts, IOCTX_DTYPE), handle, move.hold)
         ticket.drives = move.objects.drives
         return ticket
 

@@ -4,7 +4,7 @@ there."""
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -142,8 +142,7 @@ class Accepted:
 
     def leave(self, found: Found) -> None:
         """The caller is done with the memory."""
-        for parcel in found.parcels:
-            self._unuse(parcel)
+        self._unuse(found.parcels)
 
     def room(self, nbytes: int, deadline: float) -> Extent | None:
         """Staging for objects to be accepted; waits until `deadline`. None when there is none. Give it to `add` or
@@ -162,16 +161,17 @@ class Accepted:
         self._staging.release(extent)
         self._credit(extent.size)
 
-    def add(self, parcel: Parcel) -> None:
-        """Serve the objects from now on and queue them for the writer. A key that somebody else accepted meanwhile is
-        left to him."""
+    def add(self, parcels: list[Parcel]) -> None:
+        """Serve the objects from now on and queue them for the writer, all at once: it should not start with the first.
+        A key that somebody else accepted meanwhile is left to him."""
         with self._changed:
-            for position, key in enumerate(parcel.keys):
-                mine = (parcel, position)
-                if self._map.setdefault((parcel.namespace, key), mine) is not mine:
-                    parcel.dropped.add(position)
-            self._queue.append(parcel)
-            self._open += 1
+            for parcel in parcels:
+                for position, key in enumerate(parcel.keys):
+                    mine = (parcel, position)
+                    if self._map.setdefault((parcel.namespace, key), mine) is not mine:
+                        parcel.dropped.add(position)
+            self._queue.extend(parcels)
+            self._open += len(parcels)
             self._changed.notify_all()
 
     def oldest(self, timeout: float) -> float | None:
@@ -190,24 +190,16 @@ class Accepted:
                 taken.append(self._queue.popleft())
         return taken
 
-    def withdraw(self, parcel: Parcel) -> None:
-        """Serve the parcel's objects no longer: they are in the index now, or lost."""
+    def finish(self, parcels: list[Parcel], engine: Engine, owed: Mapping[int, Ticket]) -> None:
+        """The writer is done with the parcels: their objects are in the index now, or lost. `owed`: parcel → what the
+        engine has not answered of it, and keeps the memory for. All at once: who waits for room is to find much."""
         with self._changed:
-            for key in parcel.keys:
-                entry = self._map.get((parcel.namespace, key))
-                if entry is not None and entry[0] is parcel:
-                    del self._map[parcel.namespace, key]
-
-    def finish(self, parcel: Parcel, engine: Engine | None = None, ticket: Ticket | None = None) -> None:
-        """The writer is done with the parcel. With `ticket`: the engine has not answered all of it, and keeps the
-        memory."""
-        self.withdraw(parcel)
-        if engine and ticket:
-            parcel.owed = (engine, ticket)
-        with self._changed:
-            self._open -= 1
-            self._changed.notify_all()
-        self._unuse(parcel)
+            for number, parcel in enumerate(parcels):
+                self._withdraw(parcel)
+                if number in owed:
+                    parcel.owed = (engine, owed[number])
+            self._open -= len(parcels)
+        self._unuse(parcels)
 
     def clear(self, namespace: int) -> int:
         """Drop the namespace's accepted objects; the writer skips them. How many."""
@@ -238,15 +230,23 @@ class Accepted:
             self._bytes += take if done else 0
             return done
 
-    def _unuse(self, parcel: Parcel) -> None:
+    def _withdraw(self, parcel: Parcel) -> None:
+        for key in parcel.keys:
+            entry = self._map.get((parcel.namespace, key))
+            if entry is not None and entry[0] is parcel:
+                del self._map[parcel.namespace, key]
+
+    def _unuse(self, parcels: list[Parcel]) -> None:
         with self._changed:
-            parcel.users -= 1
-            last = parcel.users == 0
-        if last and parcel.owed:
-            self._staging.quarantine(parcel.extent, *parcel.owed)
-            self._credit(parcel.extent.size)
-        elif last:
-            self.refund(parcel.extent)
+            for parcel in parcels:
+                parcel.users -= 1
+            last = [parcel for parcel in parcels if not parcel.users]
+        for parcel in last:
+            if parcel.owed:
+                self._staging.quarantine(parcel.extent, *parcel.owed)
+            else:
+                self._staging.release(parcel.extent)
+        self._credit(sum(parcel.extent.size for parcel in last))
 
     def _credit(self, nbytes: int) -> None:
         with self._changed:

@@ -23,6 +23,8 @@ FAILURES = (sqlite3.Error, UnicodeDecodeError)
 """What a statement on a damaged database raises: SQLite quotes names from the file as they are."""
 
 _IDLE_READERS = 4
+_LOG_SECONDS = 0.1
+"""How often the size of the log is looked at: it grows by megabytes meanwhile."""
 _LONG = 0.5
 _REMEDY = "If it does not go away, stop all servers of this store and remove index.db*: the store starts empty"
 
@@ -52,6 +54,7 @@ class Database:
         self._pid = os.getpid()
         self._write_lock = threading.Lock()
         self._writing_since: float | None = None
+        self._next_look_at_log = 0.0
         self._readers: list[sqlite3.Connection] = []
         self._closed = False
         try:
@@ -154,6 +157,9 @@ class Database:
     def _check_log(self) -> None:
         """A process that was stopped in the middle of a read keeps the log from being used again: rather than fill the
         disk, nothing is written."""
+        if time.monotonic() < self._next_look_at_log:
+            return
+        self._next_look_at_log = time.monotonic() + _LOG_SECONDS
         try:
             size = os.stat(f"{self.path}-wal").st_size
         except FileNotFoundError:
@@ -161,6 +167,7 @@ class Database:
         if size > schema.WAL_MAX:
             _, frames, moved = self._writer.execute("pragma wal_checkpoint(passive)").fetchone()
             if moved < frames:
+                self._next_look_at_log = 0.0
                 self._metrics.add("tutti_index_errors", op="checkpoint")
                 raise StoreError(
                     f"The log of the index {self.path} has grown to {format_size(size)}, because a reader does not end",

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.errors import StoreError
+from tutti_sglang.memory import zeros
 from tutti_sglang.store.allocation import ACTIVE, CLEARING, usage
 from tutti_sglang.store.database import json_list, numbers
 from tutti_sglang.store.keys import KEY_SIZE, marks
@@ -303,6 +304,6 @@ def _records(slots: Slots, bodies: str | None) -> Records:
 
 
 def _absent(count: int) -> Records:
-    records = np.zeros(count, dtype=RECORD_DTYPE)
+    records = zeros(count, RECORD_DTYPE)
     records["slot"] = NO_SLOT
     return records

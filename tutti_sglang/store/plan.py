@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from tutti_sglang.engine.plan import Objects
 from tutti_sglang.geometry import Geometry
+from tutti_sglang.memory import zeros
 from tutti_sglang.store.slots import Slots, numbers_of, segments_of
 
 
@@ -15,7 +16,7 @@ def objects_of(geometries: dict[int, Geometry], slots: Slots, tensors: npt.NDArr
     """
     segments = np.array(sorted(geometries), dtype=np.int64)
     maps = tuple(geometries[segment] for segment in segments.tolist())
-    every = np.arange(len(maps[0].tensors)) if tensors is None else tensors
+    every = maps[0].every if tensors is None else tensors
     one = len(maps) == 1  # np.searchsorted gives the GIL away
-    places = np.zeros(len(slots), dtype=np.int64) if one else np.searchsorted(segments, segments_of(slots))
+    places = zeros(len(slots), np.int64) if one else np.searchsorted(segments, segments_of(slots))
     return Objects(segments, maps, places, numbers_of(slots), every)

@@ -10,12 +10,13 @@ import numpy.typing as npt
 
 from tutti_sglang.checksum import roots
 from tutti_sglang.errors import StoreError
+from tutti_sglang.memory import zeros
 from tutti_sglang.store.accepted import Cargo
 from tutti_sglang.store.index import RECORD_DTYPE, Records
 from tutti_sglang.store.keys import marks
 from tutti_sglang.store.parts import Parts
 from tutti_sglang.store.room import Room
-from tutti_sglang.store.slots import NO_SLOT, Slots, numbers_of, segments_of
+from tutti_sglang.store.slots import NO_SLOT, Slots, numbers_of, segments_in, segments_of
 from tutti_sglang.store.space import Space
 
 
@@ -51,12 +52,12 @@ class Publisher:
             self._parts.doubts.settled(namespace, keys)
 
     def _write_sums(self, cargo: Cargo, slots: Slots) -> None:
-        segments = segments_of(slots)
-        for segment in np.unique(segments).tolist() if self._parts.verifying else ():
-            which = segments == segment
+        segments = segments_in(slots)
+        for segment in segments if self._parts.verifying else ():
+            which = segments_of(slots) == segment
             self._parts.sums.write(segment, numbers_of(slots[which]), cargo.sums[which], self._parts.syncing)
         if self._parts.syncing:
-            self._parts.segments.sync(np.unique(segments).tolist())
+            self._parts.segments.sync(segments)
 
     def _commit(self, space: Space, cargo: Cargo, slots: Slots) -> npt.NDArray[np.bool_]:
         if not len(slots):
@@ -68,7 +69,7 @@ class Publisher:
             return self._parts.index.publish(*arguments)
 
     def _records(self, space: Space, cargo: Cargo, slots: Slots) -> Records:
-        records = np.zeros(len(slots), dtype=RECORD_DTYPE)
+        records = zeros(len(slots), RECORD_DTYPE)
         self._generation += len(slots)
         records["slot"] = slots
         records["generation"] = np.arange(self._generation, self._generation + len(slots), dtype=np.uint64)

@@ -78,15 +78,15 @@ class Putter:
         todo = np.flatnonzero(~done) if serving else np.empty(0, dtype=np.int64)
         while len(todo):
             offer = _Offer(space, names, rows, todo, depths)
-            for parcel, which in (parcels := self._pack(offer, deadline)):
-                # What is recorded and cannot be read now makes way, but only for a copy that is really there.
-                stale = which[sight.recorded[which]]
-                self._parts.doubts.condemn(space.id, [names[each] for each in stale.tolist()], sight.slots[stale])
-                self._parts.accepted.add(parcel)
-                done[which] = new[which] = True
-                todo = todo[len(which) :]
+            parcels, which = self._pack(offer, deadline)
             if not parcels:
                 break
+            # What is recorded and cannot be read now makes way, but only for a copy that is really there.
+            stale = which[sight.recorded[which]]
+            self._parts.doubts.condemn(space.id, [names[each] for each in stale.tolist()], sight.slots[stale])
+            self._parts.accepted.add(parcels)
+            done[which] = new[which] = True
+            todo = todo[len(which) :]
         self._parts.metrics.add("tutti_put_objects", int((~done).sum()), outcome="refused")
         return done, new
 
@@ -99,24 +99,26 @@ class Putter:
         self._parts.metrics.add("tutti_put_objects", int(declined.sum()), outcome="declined")
         return declined
 
-    def _pack(self, offer: _Offer, deadline: float) -> list[tuple[Parcel, Which]]:
-        """The first of the objects in staging, as many as there is room for and in one copy: beside a busy Python
-        thread each call costs milliseconds. None of them when staging stays full until the deadline."""
+    def _pack(self, offer: _Offer, deadline: float) -> tuple[list[Parcel], Which]:
+        """The first of the objects in staging, and which they are: as many as there is room for and in one copy, since
+        beside a busy Python thread each call costs milliseconds. None of them when staging stays full until the
+        deadline."""
         extents = self._extents(offer, deadline)
-        if not extents:
-            return []
         space, counts = offer.space, [len(which) for _, which in extents]
+        packed = offer.todo[: sum(counts)]
+        if not extents:
+            return [], packed
         try:
             bases = [object_addresses(extent.address, len(which), space.object_size) for extent, which in extents]
             target = tensor_addresses(np.concatenate(bases), space.strides)
-            sums = np.split(self._copy(space, target, offer.first(sum(counts))), np.cumsum(counts)[:-1])
+            sums = np.split(self._copy(space, target, offer.first(len(packed))), np.cumsum(counts)[:-1])
         except BaseException:
             for extent, _ in extents:
                 self._parts.accepted.refund(extent)
             raise
-        self._parts.metrics.add("tutti_put_objects", sum(counts), outcome="accepted")
-        packed = zip(extents, bases, sums, strict=True)
-        return [(offer.parcel(which, base, part, extent), which) for (extent, which), base, part in packed]
+        self._parts.metrics.add("tutti_put_objects", len(packed), outcome="accepted")
+        parts = zip(extents, bases, sums, strict=True)
+        return [offer.parcel(which, base, part, extent) for (extent, which), base, part in parts], packed
 
     def _extents(self, offer: _Offer, deadline: float) -> list[tuple[Extent, Which]]:
         """Staging for a parcel each, and what goes there; only the first is waited for."""

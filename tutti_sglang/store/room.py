@@ -11,11 +11,12 @@ from tutti_sglang.errors import StoreError
 from tutti_sglang.store.evictor import Evictor
 from tutti_sglang.store.growth import Growth
 from tutti_sglang.store.parts import Parts
-from tutti_sglang.store.slots import SlotLease, Slots, ranges_of, segments_in, segments_of
+from tutti_sglang.store.slots import Ranges, SlotLease, Slots, ranges_of, segments_in, segments_of
 from tutti_sglang.store.space import Space
 
-LEASE_SLOTS, LEASE_BYTES = 256, 64 << 20
-"""One lease is at most this large, unless one batch needs more: what a process holds, the others lack."""
+LEASE_BYTES, LEASE_SHARE = 512 << 20, 32
+"""One lease is at most this large, and this part of the store, unless one batch needs more: what a process holds, the
+others lack."""
 
 SETTLE_SECONDS = 1.0
 """How long to wait for readers to leave evicted slots."""
@@ -34,7 +35,10 @@ class Room:
         self._parts = parts
         self._growth = growth
         self._evictor = evictor
+        capacity = sum(drive.limit for drive in parts.drives.values())
+        self._lease_bytes = min(LEASE_BYTES, capacity // LEASE_SHARE)
         self._leases: dict[int, SlotLease] = {}
+        self._oldest = 0  # epoch that every reader has reached: it only grows, and finding out takes a while
         self._last_take = 0.0
         self._lock = threading.Lock()
         self._unwanted: list[Slots] = []
@@ -102,13 +106,18 @@ class Room:
             self._growth.drop(min(rows))
 
     def _lease(self, space: Space, lease: SlotLease, missing: int) -> bool:
-        index, owners = self._parts.index, self._parts.owners
-        want = max(missing, min(LEASE_SLOTS, LEASE_BYTES // space.object_size))
-        oldest = owners.oldest_epoch(index.epoch(), self._parts.config.grace_seconds)
-        granted = index.lease(owners.uuid, space.id, want, oldest, self._parts.segments.unwritable(space.id))
+        want = max(missing, self._lease_bytes // space.object_size)
+        granted = self._granted(space, want)
+        if not len(granted):  # what readers have left since then is free too
+            self._oldest = self._parts.owners.oldest_epoch(self._parts.index.epoch(), self._parts.config.grace_seconds)
+            granted = self._granted(space, want)
         if len(granted):
             lease.add(granted)
         return bool(len(granted))
+
+    def _granted(self, space: Space, want: int) -> Ranges:
+        unwritable = self._parts.segments.unwritable(space.id)
+        return self._parts.index.lease(self._parts.owners.uuid, space.id, want, self._oldest, unwritable)
 
     def _take_writable(self, lease: SlotLease, count: int) -> Slots:
         """Segments may have been dropped, and drives have failed, since the slots were leased."""

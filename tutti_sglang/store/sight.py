@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tutti_sglang.memory import zeros
 from tutti_sglang.store.index import RECORD_DTYPE, Records
 from tutti_sglang.store.keys import KEY_SIZE, some, split
 from tutti_sglang.store.parts import Parts
@@ -48,7 +49,7 @@ def look(parts: Parts, space: Space, keys: bytes) -> Sight:
 def spot(parts: Parts, space: Space, keys: bytes) -> Sight:
     """The same for who only asks what is there: `records` have nothing but slots, and a get may know better."""
     trusted = _trusted(parts, space, keys)
-    records = np.zeros(len(keys) // KEY_SIZE, dtype=RECORD_DTYPE)
+    records = zeros(len(keys) // KEY_SIZE, RECORD_DTYPE)
     records["slot"] = parts.index_drive.locate(space.id, keys)
     return _judge(parts, records, trusted)
 

@@ -27,7 +27,7 @@ from tutti_sglang.store.room import NONE, Room
 from tutti_sglang.store.slots import Slots, segments_in, segments_of
 from tutti_sglang.store.space import Space
 
-LOAD_BYTES = 64 << 20
+LOAD_BYTES = 128 << 20
 """About what is written and published at once, and never more than an eighth of the store."""
 LOADS_IN_FLIGHT = 2
 
@@ -160,7 +160,7 @@ class Writer:
             cargo = cargo.some(np.arange(len(slots)))
             if not len(slots):
                 held.close()
-                self._finish(parcels, [])
+                self._finish(parcels)
                 return
             deadline, objects = self._deadline(), objects_of(geometries, slots)
             nbytes = len(slots) * space.object_size
@@ -170,7 +170,7 @@ class Writer:
             window.close()
             held.close()
             self._lost("error", len(cargo.keys))
-            self._finish(parcels, [])
+            self._finish(parcels)
             self._room.give_back(slots)
             raise
         self._flying.append(_Load(space, parcels, cargo, slots, geometries, held, window, deadline, ticket))
@@ -230,13 +230,11 @@ class Writer:
         self._parts.metrics.add("tutti_bytes", int(published.sum()) * load.space.payload, op="write")
         if hung.any():
             self._owed.append((load.ticket, load.slots[hung]))
-        owing = set(load.cargo.owner[hung].tolist())
-        self._finish(load.parcels, [load.ticket if number in owing else None for number in range(len(load.parcels))])
+        self._finish(load.parcels, dict.fromkeys(load.cargo.owner[hung].tolist(), load.ticket))
         self._room.give_back(load.slots[failed])
 
-    def _finish(self, parcels: list[Parcel], owed: list[Ticket | None]) -> None:
-        for number, parcel in enumerate(parcels):
-            self._parts.accepted.finish(parcel, self._parts.engine, owed[number] if owed else None)
+    def _finish(self, parcels: list[Parcel], owed: dict[int, Ticket] | None = None) -> None:
+        self._parts.accepted.finish(parcels, self._parts.engine, owed or {})
 
     def _sweep(self) -> None:
         """Slots whose late writes have come back can be used again, and so can staging."""
