@@ -64,8 +64,7 @@ class Tutti(Backend):
     def create(self, options: dict[str, Any]) -> Any:
         from tutti_sglang.integration.hicache import TuttiHiCacheStorage
 
-        room = 2 * self.pool.kv_buffer.numel() * self.pool.kv_buffer.element_size() + (1 << 30)
-        extra = {"storage_dirs": [str(self.directory)], "max_size": room} | options
+        extra = {"storage_dirs": [str(self.directory)], "max_size": "64GiB"} | options
         return TuttiHiCacheStorage(storage_config(self.pool, extra), self.pool)
 
     def describe(self) -> str:
