@@ -48,6 +48,7 @@ class TuttiCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         """In each worker, before any pool exists."""
         cpu_transfer.install()
         cpu_mamba.install()
-        from tutti_sglang.integration import cpu_attention  # of classes that ask for the platform
+        from tutti_sglang.integration import cpu_attention, cpu_ranks  # of classes that ask for the platform
 
         cpu_attention.install()
+        cpu_ranks.install()
