@@ -19,6 +19,8 @@ TALES = (
     "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, I sailed. ",
 )
 WHOLE_PAGES = [32 + place * place * 7 % 95 for place in range(512)]
+TAIL = 9
+"""Tokens that a prompt has beyond another one."""
 PROMPTS: list[str | list[int]] = [*(tale * 6 for tale in TALES), WHOLE_PAGES]
 
 
@@ -85,8 +87,14 @@ def test_heads_that_two_ranks_stored_are_read_by_one(servers: Servers, disk: Pat
 
 def _ask_again(server: Server, case: Case, prompts: Sequence[str | list[int]]) -> None:
     """What SGLang needs to see twice: for the selective policy everything, and of a model with a state prompts of whole
-    pages. Their last page is computed, and a state before it is kept only once a prompt has branched off there."""
-    if case.write == "write_through_selective" or SHAPES[case.model].state:
+    pages. Their last page is computed, and a state before it is kept only once a prompt has branched off there; or only
+    once a prompt has ended there."""
+    if case.keeps_ends:
+        for each in prompts:
+            assert server.generate(each).device == 0, "the state at its end is beyond what may be restored"
+            server.generate(each[:-TAIL])
+            assert server.generate(each).device == len(each) - TAIL
+    elif case.write == "write_through_selective" or SHAPES[case.model].state:
         for each in prompts:
             server.generate(each)
 
@@ -98,6 +106,7 @@ def _come_back(server: Server, cold: list[Reply], case: Case) -> None:
         assert reply.device == reply.host == 0
         if case.prefetch != "best_effort":  # which takes only what lies ready at the first look
             assert reply.storage > first.prompt_tokens // 2
+            assert not case.keeps_ends or reply.storage == first.prompt_tokens - TAIL
     if case.name in ("mla", "window"):  # a prompt of whole pages: the last one is computed, and no more
         assert again[-1].storage == len(WHOLE_PAGES) - case.page_size
 
