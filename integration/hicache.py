@@ -259,13 +259,18 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
             if got.all():
                 nbytes = len(keys) * self._tier.page_bytes(name)
                 self._tier.timing.loaded(nbytes - received.nbytes, seconds - received.seconds)
-        self._stats.moved(name, "prefetch", got, self._tier.page_bytes(name), seconds)
+        self._stats.answered(name, "get", got)
+        count = int(got.sum())
+        self._stats.moved("prefetch", count, count * self._tier.page_bytes(name), seconds)
         return _bools(got)
 
     def _put(self, name: str, keys: list[str], indices: torch.Tensor | None, deadline: float, depth: int) -> list[bool]:
         start = time.monotonic()
+        self._tier.store.take_accepted()
         done = self._tier.put(name, key_bytes(keys), indices, deadline, depth)
-        self._stats.moved(name, "backup", done, self._tier.page_bytes(name), time.monotonic() - start)
+        self._stats.answered(name, "put", done)
+        if new := self._tier.store.take_accepted():
+            self._stats.moved("backup", -(-new // self._tier.page_bytes(name)), new, time.monotonic() - start)
         self._crowded = not done.all() and time.monotonic() >= deadline
         return _bools(done)
 

@@ -38,15 +38,18 @@ class Stats:
             self._count(name, "lookup", longest, stored - longest)
             self._metrics.add("tutti_withheld_pages", stored - longest, pool=str(name))
 
-    def moved(self, pool: str, way: str, done: Found, page_bytes: int, seconds: float) -> None:
-        """A get (`way` is "prefetch") or a put ("backup") of pages."""
+    def answered(self, pool: str, call: str, done: Found) -> None:
+        """A "get" or a "put" of pages."""
         count = int(done.sum())
-        self._count(pool, "get" if way == "prefetch" else "put", count, len(done) - count)
+        self._count(pool, call, count, len(done) - count)
+
+    def moved(self, way: str, count: int, nbytes: int, seconds: float) -> None:
+        """So many pages came ("prefetch") or went ("backup"), those left out that were here already."""
         pages: list[int] = getattr(self._lists, f"{way}_pgs")
         speeds: list[float] = getattr(self._lists, f"{way}_bandwidth")
-        if self._metered and count and page_bytes and len(speeds) < KEPT:
+        if self._metered and nbytes and len(speeds) < KEPT:
             pages.append(count)
-            speeds.append(count * page_bytes / 1e9 / max(seconds, 1e-9))
+            speeds.append(nbytes / 1e9 / max(seconds, 1e-9))
 
     def _count(self, pool: str, call: str, good: int, bad: int) -> None:
         self._metrics.add("tutti_pool_pages", good, pool=str(pool), op=call, outcome="yes")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -125,6 +126,11 @@ class Server:
         """The text of an answer; with a body a POST of JSON. Raises HTTPError (an OSError) when it is not 200."""
         with urllib.request.urlopen(self.request(path, body, method), timeout=seconds) as answer:
             return str(answer.read().decode())
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples of this name that have these labels."""
+        lines = [line for line in self.call("/metrics").splitlines() if re.match(rf"{name}[{{ ]", line)]
+        return sum(float(line.split()[-1]) for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items()))
 
     def ask(self, method: str, path: str, body: Any = None, *, key: str = KEY) -> tuple[int, str]:
         """Status and text of an answer, whatever the status."""

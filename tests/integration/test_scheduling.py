@@ -59,22 +59,17 @@ def _twice(server: Server, number: int, tokens: int) -> tuple[Reply, Reply]:
     return first, server.generate(_prompt(number, tokens), 4)
 
 
-def _metric(server: Server, name: str, **labels: str) -> float:
-    lines = [line for line in server.call("/metrics").splitlines() if line.startswith(name)]
-    return sum(float(line.split()[-1]) for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items()))
-
-
 def test_what_pays_is_loaded_and_what_does_not_is_computed(servers: Servers, world: Slowable) -> None:
     server = servers.get(world.launch)
     for number, tokens in enumerate((200, 700, 1500, 3000)):  # it learns what prefills and loads take
         first, again = _twice(server, number, tokens)
         assert again.tokens == first.tokens
         assert again.storage >= (tokens - 1) // 64 * 64 - 64
-    before = _metric(server, "tutti_break_even_requests_total", outcome="load")
+    before = server.metric("tutti_break_even_requests_total", outcome="load")
     first, again = _twice(server, 10, 2000)
     assert again.tokens == first.tokens
     assert again.storage > 1800
-    assert _metric(server, "tutti_break_even_requests_total", outcome="load") > before
+    assert server.metric("tutti_break_even_requests_total", outcome="load") > before
 
     world.slow.write_text(str(SLOW))
     for number in (20, 21, 22):  # it is told what loads take now
@@ -82,7 +77,7 @@ def test_what_pays_is_loaded_and_what_does_not_is_computed(servers: Servers, wor
     first, again = _twice(server, 30, 2000)
     assert again.tokens == first.tokens
     assert again.storage < again.prompt_tokens // 2  # a page that is only tried may be among them
-    assert _metric(server, "tutti_declined_objects_total") > 0
+    assert server.metric("tutti_declined_objects_total") > 0
     assert re.search(
         r"break-even of \w+: (recompute|part): \d+ pages: .* ms \(all of them .* ms, none .* ms\)", server.log_text()
     )
@@ -94,9 +89,9 @@ def test_steps_are_followed_and_writes_have_their_window(servers: Servers, world
     server.generate(_prompt(40, 500), 32)
     server.flush()
     metrics = server.call("/metrics")
-    assert _metric(server, "tutti_step_seconds_total", mode="prefill") > 0
-    assert _metric(server, "tutti_step_seconds_total", mode="decode") > 0
-    assert _metric(server, "tutti_write_turns_total", reason="window") > 0
+    assert server.metric("tutti_step_seconds_total", mode="prefill") > 0
+    assert server.metric("tutti_step_seconds_total", mode="decode") > 0
+    assert server.metric("tutti_write_turns_total", reason="window") > 0
     assert "not followed any more" not in server.log_text()
     for line in metrics.splitlines():
         if line.startswith("tutti_call_errors_total"):

@@ -13,13 +13,14 @@ from tutti_sglang.metrics import Metrics
 
 
 def _moved(stats: Stats, pages: int = 2, missed: int = 0) -> None:
-    stats.moved("kv", "prefetch", np.array([True] * pages + [False] * missed), 1 << 20, 0.5)
+    stats.answered("kv", "get", np.array([True] * pages + [False] * missed))
+    stats.moved("prefetch", pages, pages << 20, 0.5)
 
 
 def test_the_lists_are_empty_once_they_were_taken() -> None:
     stats = Stats(Metrics(CollectorRegistry()), metered=True)
     _moved(stats, 3, 1)
-    stats.moved("kv", "backup", np.array([True]), 5 * 10**8, 0.5)
+    stats.moved("backup", 1, 5 * 10**8, 0.5)
     taken = stats.drain()
     assert (taken.prefetch_pgs, taken.backup_pgs, taken.backup_bandwidth) == ([3], [1], [1.0])
     assert stats.drain() == StorageMetrics()

@@ -200,6 +200,10 @@ class ObjectStore:
             np.zeros(count(keys), dtype=np.bool_),
         )
 
+    def take_accepted(self) -> int:
+        """Payload bytes that puts of this thread took in since this was called before: of what was not there yet."""
+        return self._putter.take_accepted()
+
     def drain(self, timeout: float) -> bool:
         """Wait until what was accepted is stored (or lost); False after `timeout` seconds."""
         return self._guard("drain", lambda: self._parts.accepted.drain(time.monotonic() + timeout), False)
@@ -254,17 +258,7 @@ class ObjectStore:
 
     def stats(self) -> StoreStats:
         """Figures that cost nothing to tell."""
-        parts, usage, used = self._parts, self._upkeep.usage, self._parts.segments.used()
-        return StoreStats(
-            segment_bytes=sum(used.values()),
-            capacity=sum(drive.limit for drive in parts.drives.values()),
-            objects=usage.used,
-            free_slots=usage.free + usage.settling,
-            accepted=len(parts.accepted),
-            accepted_bytes=parts.accepted.size,
-            drives=len(parts.drives),
-            drives_in_service=sum(each.serves for each in parts.drives.values()),
-        )
+        return StoreStats.of(self._parts, self._upkeep.usage)
 
     def describe(self) -> str:
         """One honest line: drives, capacity, how they are driven and why not better."""

@@ -1,5 +1,6 @@
 """A put: skip what is there, copy the rest into staging, and leave it to the writer."""
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ class Putter:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._thread = threading.local()
         self._share: Callable[[Space, bytes, Which, Flags], None] = lambda *_: None
 
     def join(self, share: Callable[[Space, bytes, Which, Flags], None]) -> None:
@@ -61,8 +63,15 @@ class Putter:
         """(n,) whether the object is stored or accepted. `depth`: of the first key in its prefix."""
         depths = np.arange(depth, depth + len(rows))
         done, new = self.store(space, keys, rows, deadline, depths)
+        self._thread.accepted = getattr(self._thread, "accepted", 0) + int(new.sum()) * space.payload
         self._share(space, keys, depths, new)
         return done
+
+    def take_accepted(self) -> int:
+        """Payload bytes of the objects that this thread's puts accepted since it last asked."""
+        found: int = getattr(self._thread, "accepted", 0)
+        self._thread.accepted = 0
+        return found
 
     def store(self, space: Space, keys: bytes, rows: Addresses, deadline: float, depths: Which) -> tuple[Flags, Flags]:
         """The same without telling anybody; and (n,) which objects were accepted now. `depths`: (n,) of each key."""

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+from tutti_sglang.store.allocation import Usage
+from tutti_sglang.store.parts import Parts
+
 
 class StoreStats(NamedTuple):
     """Of the whole store: bytes of segments and what they may grow to, objects and free slots as of the last half
@@ -15,3 +18,17 @@ class StoreStats(NamedTuple):
     accepted_bytes: int
     drives: int
     drives_in_service: int
+
+    @classmethod
+    def of(cls, parts: Parts, usage: Usage) -> "StoreStats":
+        """What they are now; `usage`: as it was counted last."""
+        return cls(
+            segment_bytes=sum(parts.segments.used().values()),
+            capacity=sum(drive.limit for drive in parts.drives.values()),
+            objects=usage.used,
+            free_slots=usage.free + usage.settling,
+            accepted=len(parts.accepted),
+            accepted_bytes=parts.accepted.size,
+            drives=len(parts.drives),
+            drives_in_service=sum(each.serves for each in parts.drives.values()),
+        )
