@@ -1,11 +1,9 @@
 """Ranks under SGLang's own tree and controller, in processes with real gloo groups: they attach together or not at all,
 and whatever one of them misses, loses or delays, all go on with the same prefix and none waits for ever (B37, B38)."""
 
-import contextlib
 import importlib
 import os
 import shutil
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import torch
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
 from tests.integration.gloo import PAGE, Rank, on_ranks, replaced
+from tests.integration.stores import objects
 from tutti_sglang.integration import attaching, ranks, updating
 from tutti_sglang.integration.cpu_model import built_in_model
 from tutti_sglang.integration.ranks import difference
@@ -262,8 +261,7 @@ def _objects(disk: Path) -> Callable[[Rank], int]:
         rank.settle()
         rank.backend.flushed()
         torch.distributed.barrier()
-        with contextlib.closing(sqlite3.connect(f"file:{disk / 'store' / 'index.db'}?mode=ro", uri=True)) as index:
-            return int(index.execute("SELECT count(*) FROM objects").fetchone()[0])
+        return objects(disk / "store")
 
     return count
 
@@ -332,6 +330,19 @@ def test_storage_attached_to_a_tree_with_nodes_stores_no_page_that_claims_anothe
     assert of_all == [0], "the head came before there was a storage, and SGLang does not store it later"
 
 
+def test_a_scheduler_that_ends_closes_the_tier_before_its_host_memory_goes(model: Path, disk: Path) -> None:
+    """Pages that were accepted are written then, and the memory that they came from is unpinned afterwards."""
+
+    def end(rank: Rank) -> tuple[list[bool], int]:
+        rank.compute(PROMPT)
+        backend, closed = rank.backend, list[bool]()
+        with replaced(rank.tree.host_pool_group, "destroy", lambda: closed.append(backend.closed)):
+            rank.tree.release_host_resources()
+        return closed, objects(disk / "store")
+
+    assert on_ranks(model, 1, _attach(disk), end)[1] == [([True], WHOLE // PAGE)]
+
+
 def test_new_weights_are_new_on_every_shard(model: Path, disk: Path) -> None:
     def weights(rank: Rank) -> str:
         return str(rank.backend.facts()["weights"])
@@ -350,7 +361,8 @@ def test_new_weights_are_new_on_every_shard(model: Path, disk: Path) -> None:
     assert again == after, "what it serves is what it served before the detach"
 
 
-def test_ranks_of_attention_dp_share_what_they_compute_alike(model: Path, disk: Path) -> None:
+@pytest.mark.parametrize("mla", [False, True], ids=["heads", "latent"])
+def test_ranks_of_attention_dp_share_what_they_compute_alike(model: Path, disk: Path, mla: bool) -> None:
     """Each rank is a whole model for attention: one writes, the other finds it; both may write at once."""
 
     def first_computes(rank: Rank) -> int:
@@ -363,7 +375,7 @@ def test_ranks_of_attention_dp_share_what_they_compute_alike(model: Path, disk: 
         return _objects(disk)(rank)
 
     cases = [_attach(disk), first_computes, _ask, both_compute, _ask]
-    answers = on_ranks(model, 2, *cases, tp_size=2, dp_size=2, enable_dp_attention=True)
+    answers = on_ranks(model, 2, *cases, mla=mla, tp_size=2, dp_size=2, enable_dp_attention=True)
     pages = WHOLE // PAGE
     assert answers[0] == ["", ""]
     assert answers[1] == [pages, pages]
