@@ -106,20 +106,32 @@ def test_layer_major_layouts_read_each_other_and_no_other(opened: Open) -> None:
     assert _equal(_contents(target, PAGES), _contents(by_layout["layer_first"], PAGES))
 
 
-def test_heads_written_at_one_tp_size_are_read_at_another(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 4), (4, 2), (4, 1)])
+def test_heads_written_at_one_tp_size_are_read_at_another(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, writers: int, readers: int
+) -> None:
     model = Identity(model="m", weights="w", kv_heads=4)
     monkeypatch.setattr(tier.served, "identity", lambda *_, **__: model)
-    whole, halves = mha_pool("page_head"), [mha_pool("page_head", heads=2) for _ in range(2)]
-    fill(whole, 1)
-    writer = opened(whole, tp_lcm_size=2, should_split_heads=True)
-    assert all(writer.batch_set_v1(keys(2), slots(whole, [0, 1])))
-    writer.close()
-    for rank, half in enumerate(halves):
-        backend = opened(half, tp_rank=rank, tp_size=2, tp_lcm_size=2)
+
+    def ranks(size: int) -> Iterator[tuple[Any, TuttiHiCacheStorage]]:
+        for rank in range(size):
+            pool = mha_pool("page_head", heads=4 // size)
+            fill(pool, 10 * size + rank)
+            yield pool, opened(pool, tp_rank=rank, tp_size=size, tp_lcm_size=4, should_split_heads=size < 4)
+
+    def heads(pools: list[Any], pages: slice) -> torch.Tensor:
+        return torch.cat([pool.kv_buffer[:, pages] for pool in pools], dim=2).view(torch.uint8)
+
+    written, read = [], []
+    for pool, backend in ranks(writers):
+        assert all(backend.batch_set_v1(keys(2), slots(pool, [0, 1])))
+        backend.close()
+        written.append(pool)
+    for pool, backend in ranks(readers):
         assert backend.batch_exists(keys(3)) == 2
-        assert backend.batch_get_v1(keys(3), slots(half, [4, 5, 6])) == [True, True, False]
-        heads = slice(2 * rank, 2 * rank + 2)
-        assert torch.equal(half.kv_buffer[:, 4:6].view(torch.uint8), whole.kv_buffer[:, :2, heads].view(torch.uint8))
+        assert backend.batch_get_v1(keys(3), slots(pool, [4, 5, 6])) == [True, True, False]
+        read.append(pool)
+    assert torch.equal(heads(read, slice(4, 6)), heads(written, slice(0, 2)))
 
 
 def test_a_hole_ends_the_prefix_and_nothing_else(opened: Open) -> None:
@@ -345,8 +357,10 @@ def test_stats_are_drained_and_do_not_grow_unread(opened: Open) -> None:
     for backend in (metered, quiet):
         backend.batch_set_v1(keys(2), slots(pool, [0, 1]))
         backend.batch_get_v1(keys(3), slots(pool, [2, 3, 4]))
+    assert all(metered.batch_set_v1(keys(3), slots(pool, [0, 1, 2])))
+    assert all(metered.batch_set_v1(keys(3), slots(pool, [0, 1, 2])))
     stats = metered.get_stats()
-    assert (stats.backup_pgs, stats.prefetch_pgs) == ([2], [2])
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([2, 1], [2]), "of what is there already nothing is written"
     assert stats.backup_bandwidth[0] > 0
     assert stats.prefetch_bandwidth[0] > 0
     assert metered.get_stats() == StorageMetrics()
