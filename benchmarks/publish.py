@@ -6,7 +6,18 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import break_even, eviction, index, serving, soak, steps, storage_summary, two_servers, windows
+from benchmarks import (
+    break_even,
+    eviction,
+    first_get,
+    index,
+    serving,
+    soak,
+    steps,
+    storage_summary,
+    two_servers,
+    windows,
+)
 from benchmarks.report import Figures, Report
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -18,6 +29,7 @@ TABLES: dict[str, Callable[[Report], Iterable[Figures]]] = {
     "soak": lambda run: [soak.figures(run.summary[0])],
     "eviction": lambda run: eviction.tables(run.rows),
     "windows": lambda run: [windows.figures(windows.summarise(run.rows))],
+    "first_get": lambda run: [first_get.figures(first_get.summarise(run.rows))],
     "steps": lambda run: [steps.figures(steps.summarise(run.rows))],
     "break_even": lambda run: [break_even.figures(break_even.summarise(run.rows))],
     "two_servers": lambda run: [two_servers.figures(run.rows)],

@@ -268,6 +268,14 @@ def test_steps_runs(tmp_path: Path) -> None:
     assert all(row["microseconds"] > 0 for row in run.rows)
 
 
+def test_first_get_runs(tmp_path: Path) -> None:
+    sizes = ["--pages", "2", "--batches", "2", "--rounds", "1", "--directory", "/var/tmp"]
+    run = _run("first_get", *sizes, json=tmp_path / "run.json")
+    kinds = [(line["batch"], line["way"]) for line in run.summary]
+    assert kinds == [(0, "ready"), (0, "not ready"), (1, "ready"), (1, "not ready")]
+    assert all(row["lookup_ms"] > 0 and row["get_ms"] > 0 for row in run.rows)
+
+
 def test_a_short_soak_loses_nothing_and_reads_nothing_wrong(tmp_path: Path) -> None:
     sizes = ["--minutes", "2.5", "--life", "10", "--capacity", "32MiB", "--segment", "4MiB", "--seed", "7"]
     run = _run("soak", *sizes, "--directory", "/var/tmp", "--svg", str(tmp_path), json=tmp_path / "run.json")
