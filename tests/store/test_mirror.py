@@ -208,3 +208,55 @@ def test_nonsense_among_the_changes_costs_no_more_than_what_it_is_about(tmp_path
     assert len(keys) == 12 * KEY_SIZE
     for each in (mirrored, other):
         each.close()
+
+
+def statements(index: Index) -> list[str]:
+    """What the connections for readers are asked from now on."""
+    asked: list[str] = []
+    for connection in index._readers:
+        connection.set_trace_callback(asked.append)
+    return asked
+
+
+def test_where_nothing_was_changed_nobody_asks_again_and_every_change_is_seen(tmp_path: Path) -> None:
+    other, space = filled(tmp_path)
+    keys, records = stored(other, space, 20)
+    mirrored = open_mirrored(tmp_path)
+    slots = records["slot"].astype(np.int64)
+    assert (mirrored.locate(space, keys) == slots).all()
+    asked = statements(mirrored)
+    for _ in range(5):
+        assert (mirrored.locate(space, keys + new_keys(2)) == [*slots, NO_SLOT, NO_SLOT]).all()
+    assert not asked
+    other.delete(space, keys[:KEY_SIZE], slots[:1])
+    assert (mirrored.locate(space, keys) == [NO_SLOT, *slots[1:]]).all()
+    assert asked
+    more, added = stored(other, space, 5)
+    assert (mirrored.locate(space, more) == added["slot"].astype(np.int64)).all()
+    other.clear(space)
+    assert (mirrored.locate(space, keys + more) == NO_SLOT).all()
+    asked.clear()
+    assert (mirrored.locate(space, keys + more) == NO_SLOT).all()
+    assert not asked
+
+
+def test_who_puts_asks_only_now_and_then_but_knows_its_own_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "LATELY", 1000.0)
+    other, space = filled(tmp_path)
+    keys, records = stored(other, space, 20)
+    mirrored = open_mirrored(tmp_path)
+    slots = records["slot"].astype(np.int64)
+    assert (mirrored.locate(space, keys) == slots).all()
+    asked = statements(mirrored)
+    other.delete(space, keys[:KEY_SIZE], slots[:1])
+    assert (mirrored.locate(space, keys, lately=True) == slots).all()
+    assert not asked
+    own, added = stored(mirrored, space, 3)
+    assert (mirrored.locate(space, own, lately=True) == added["slot"].astype(np.int64)).all()
+    mirrored.delete(space, own, added["slot"].astype(np.int64))
+    assert (mirrored.locate(space, own + keys, lately=True) == [*[NO_SLOT] * 4, *slots[1:]]).all()
+    assert stored(mirrored, space, 2)
+    mirrored.clear(space)
+    assert (mirrored.locate(space, keys, lately=True) == NO_SLOT).all()

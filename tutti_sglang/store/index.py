@@ -1,5 +1,6 @@
 """The index: which object lies in which slot. One SQLite database for all processes of a store."""
 
+import time
 from sqlite3 import Connection
 from typing import NamedTuple
 
@@ -11,8 +12,8 @@ from tutti_sglang.memory import zeros
 from tutti_sglang.store.allocation import ACTIVE, CLEARING, usage
 from tutti_sglang.store.database import json_list, numbers
 from tutti_sglang.store.keys import KEY_SIZE, marks
-from tutti_sglang.store.mirror import NEWS, Mirror, news_of
-from tutti_sglang.store.slots import NO_SLOT, SEGMENT_SHIFT, Slots, segments_of
+from tutti_sglang.store.mirror import NEWS, Look, Mirror, Moment, news_of
+from tutti_sglang.store.slots import NO_SLOT, SEGMENT_SHIFT, Slots
 from tutti_sglang.store.table import Marks
 
 RECORD_DTYPE = np.dtype(
@@ -106,19 +107,6 @@ class Occupants(NamedTuple):
     records: Records
 
 
-class _Moment(NamedTuple):
-    """`clearing`: segments that are out of sight."""
-
-    epoch: int
-    clearing: str | None
-
-    def in_sight(self, slots: Slots) -> Slots:
-        """NO_SLOT instead of those in segments that are being cleared."""
-        if not self.clearing:
-            return slots
-        return np.where(np.isin(segments_of(slots), numbers(self.clearing)), NO_SLOT, slots)
-
-
 class Index(Mirror):
     """Key → record, for all namespaces, and who holds which slot. Opening looks at no object. Thread safe, not
     fork safe."""
@@ -135,10 +123,13 @@ class Index(Mirror):
         with self._read("epoch") as connection:
             return int(connection.execute("select value from epoch").fetchone()[0])
 
-    def locate(self, namespace: int, keys: bytes) -> Slots:
+    def locate(self, namespace: int, keys: bytes, *, lately: bool = False) -> Slots:
         """(n,) the slots of n keys of 32 bytes, as of one moment; NO_SLOT where there is none. Another key is taken for
-        one of them once in 2⁶⁴. Never waits for a writer. A statement that fails is counted, and finds nothing."""
+        one of them once in 2⁶⁴. Never waits for a writer. A statement that fails is counted, and finds nothing.
+        `lately`: what other processes have changed in the last LATELY seconds does not matter."""
         wanted = marks(namespace, keys).view(np.int64)
+        if (slots := self._remembered(wanted, lately)) is not None:
+            return slots
         try:
             with self._read("lookup") as connection:
                 moment, slots = self._locate_in_table(connection, wanted) or _locate(connection, wanted)
@@ -163,18 +154,22 @@ class Index(Mirror):
         records[spoiled] = _absent(1)
         return Lookup(records, moment.epoch, damaged)
 
-    def _locate_in_table(self, connection: Connection, wanted: Marks) -> tuple[_Moment, Slots] | None:
+    def _locate_in_table(self, connection: Connection, wanted: Marks) -> tuple[Moment, Slots] | None:
         """None where the B-tree has to be asked."""
         if (table := self.table) is None:
             return None
-        last = table.last
+        last, header, changes, now = table.last, self._commits.header(), self._changes, time.monotonic()
         epoch, clearing, *news = connection.execute(_LOCATE_NEWS, (last,)).fetchone()
         slots = table.find(wanted, news_of(last, *news))
-        return None if slots is None else (_Moment(epoch, clearing), slots)
+        if slots is None:
+            return None
+        moment = Moment(epoch, clearing)
+        self._look = Look(moment, header, changes, now)
+        return moment, slots
 
     def _lookup_by_table(
         self, connection: Connection, namespace: int, keys: bytes, wanted: Marks
-    ) -> tuple[_Moment, Records] | None:
+    ) -> tuple[Moment, Records] | None:
         """The same, and where something moved just now or is damaged."""
         if (table := self.table) is None:
             return None
@@ -191,7 +186,7 @@ class Index(Mirror):
         if ((records["generation"] == 0) & (slots != NO_SLOT)).any():  # damage that no change tells of
             self.table = None
             return None
-        return _Moment(epoch, clearing), records
+        return Moment(epoch, clearing), records
 
     def publish(self, owner: str, namespace: int, keys: bytes, records: Records) -> npt.NDArray[np.bool_]:
         """(n,) True where this record is now the index's: the key had none, and `owner` holds the slot's lease, outside
@@ -201,7 +196,7 @@ class Index(Mirror):
         slots = records["slot"].astype(np.int64)
         body = np.ascontiguousarray(records).view(np.uint8).reshape(-1, RECORD_DTYPE.itemsize)[:, 8:].tobytes()
         values = (_ids(namespace, keys), _digits(namespace, keys), body, json_list(slots), owner)
-        with self._write("publish") as connection:
+        with self._changing(), self._write("publish") as connection:
             if connection.execute(_PUBLISH, values).rowcount == len(records):
                 return np.ones(len(records), dtype=np.bool_)
         return np.asarray(self.lookup(namespace, keys).records == records)
@@ -209,7 +204,7 @@ class Index(Mirror):
     def delete(self, namespace: int, keys: bytes, slots: Slots) -> npt.NDArray[np.bool_]:
         """(n,) True where the key still had this slot: the object is gone, its slot settles. StoreError."""
         gone = np.zeros(len(slots), dtype=np.bool_)
-        with self._transaction("delete") as connection:
+        with self._changing(), self._transaction("delete") as connection:
             (text,) = connection.execute(_MATCH, (json_list(slots), _digits(namespace, keys))).fetchone()
             if text:
                 gone[numbers(text)] = True
@@ -218,7 +213,7 @@ class Index(Mirror):
 
     def remove(self, slots: Slots) -> int:
         """Delete what these slots hold, whatever it is; how many objects. StoreError."""
-        with self._write("remove") as connection:
+        with self._changing(), self._write("remove") as connection:
             return connection.execute(_DELETE, (json_list(slots),)).rowcount
 
     def occupants(self, first: int, last: int) -> Occupants:
@@ -231,7 +226,7 @@ class Index(Mirror):
     def clear(self, namespace: int) -> int:
         """Put all objects of a namespace out of sight, of all processes and at once; how many they were. `purge`
         deletes them. StoreError."""
-        with self._transaction("clear") as connection:
+        with self._changing(), self._transaction("clear") as connection:
             seen = usage(connection, f"where namespace = {namespace} and state != '{CLEARING}'").used
             connection.execute(_CLEAR, (namespace,))
         return seen
@@ -242,7 +237,7 @@ class Index(Mirror):
             (segment,) = reader.execute(f"select min(id) from segments where state = '{CLEARING}'").fetchone()
         if segment is None:
             return False
-        with self._transaction("purge") as connection:
+        with self._changing(), self._transaction("purge") as connection:
             if connection.execute(_PURGE, (segment,)).rowcount < _PURGE_PIECE:
                 connection.execute(f"update segments set state = '{ACTIVE}' where id = ?", (segment,))
         return True
@@ -254,22 +249,22 @@ def nothing(keys: bytes) -> Lookup:
     return Lookup(_absent(count), 0, np.full(count, NO_SLOT))
 
 
-def _locate(connection: Connection, wanted: Marks) -> tuple[_Moment, Slots]:
+def _locate(connection: Connection, wanted: Marks) -> tuple[Moment, Slots]:
     """By the B-tree of marks."""
     order = _order(wanted)
     epoch, clearing, slots = connection.execute(_LOCATE, (json_list(wanted[order]),)).fetchone()
     found = np.empty(len(wanted), dtype=np.int64)
     found[order] = numbers(slots)
-    return _Moment(epoch, clearing), found
+    return Moment(epoch, clearing), found
 
 
-def _lookup(connection: Connection, namespace: int, keys: bytes, wanted: Marks) -> tuple[_Moment, Records]:
+def _lookup(connection: Connection, namespace: int, keys: bytes, wanted: Marks) -> tuple[Moment, Records]:
     order = _order(wanted)
     values = (json_list(wanted[order]), _ids(namespace, keys, order))
     epoch, clearing, slots, bodies = connection.execute(_LOOKUP, values).fetchone()
     records = np.empty(len(wanted), dtype=RECORD_DTYPE)
     records[order] = _records(numbers(slots), bodies)
-    return _Moment(epoch, clearing), records
+    return Moment(epoch, clearing), records
 
 
 def _order(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -40,9 +40,9 @@ class IndexDrive:
             self._reporter.warn("index silent", text)
             return otherwise
 
-    def locate(self, namespace: int, keys: bytes) -> Slots:
+    def locate(self, namespace: int, keys: bytes, *, lately: bool = False) -> Slots:
         """As `Index.locate`: directly, where it needs no more than what is in the page cache for sure."""
-        act = partial(self._index.locate, namespace, keys)
+        act = partial(self._index.locate, namespace, keys, lately=lately)
         if self._index.table and not self._index.held_up and not self._errands.stuck:
             return act()
         return self.ask(act, nothing(keys).records["slot"].astype("i8"))

@@ -1,13 +1,20 @@
 """The table in memory of an index: loaded, kept up and made anew, a little at a time."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from sqlite3 import Connection
+from typing import NamedTuple
+
+import numpy as np
 
 from tutti_sglang.metrics import Metrics
+from tutti_sglang.store.commits import Commits
 from tutti_sglang.store.database import numbers
 from tutti_sglang.store.registry import Registry
-from tutti_sglang.store.table import Loader, News, Table
+from tutti_sglang.store.slots import NO_SLOT, Slots, segments_of
+from tutti_sglang.store.table import Loader, Marks, News, Table
 
 OBJECTS_MAX = 1 << 22
 """Objects of a store that are kept in memory, 16 bytes each, of every process. With more the B-tree answers."""
@@ -37,12 +44,43 @@ def news_of(last: int, end: int, changes: str | None) -> News:
     return News(last, min(end, last + NEWS_MAX), end, rows[:, 0], rows[:, 1])
 
 
+LATELY = 0.5
+"""Seconds for which who puts may not know what other processes have put or removed: the worst is a copy too many, or a
+page that is not stored because it was there a moment ago."""
+
+
+class Moment(NamedTuple):
+    """Of the index. `clearing`: segments that are out of sight."""
+
+    epoch: int
+    clearing: str | None
+
+    def in_sight(self, slots: Slots) -> Slots:
+        """NO_SLOT instead of those in segments that are being cleared."""
+        if not self.clearing:
+            return slots
+        return np.where(np.isin(segments_of(slots), numbers(self.clearing)), NO_SLOT, slots)
+
+
+class Look(NamedTuple):
+    """The latest one into the index, for the table. `header`: of before; `changes`: of this process, made before;
+    `at`: time.monotonic()."""
+
+    moment: Moment
+    header: bytes | None
+    changes: int
+    at: float
+
+
 class Mirror(Registry):
     """An index of which `table` may be a copy in memory."""
 
     def __init__(self, path: Path, metrics: Metrics | None = None) -> None:
         super().__init__(path, metrics)
         self.table: Table | None = None
+        self._commits = Commits(path)
+        self._look: Look | None = None
+        self._changes = 0
         self._loader: Loader | None = None
         self._too_many = False
 
@@ -79,3 +117,22 @@ class Mirror(Registry):
         if self.table or self._too_many:
             self._loader = None
         return not self._too_many
+
+    def _remembered(self, wanted: Marks, lately: bool) -> Slots | None:
+        """By the table and the latest look alone, where nothing was changed since."""
+        look, table = self._look, self.table
+        if look is None or table is None or look.changes != self._changes:
+            return None
+        if not (lately and time.monotonic() < look.at + LATELY):
+            header = self._commits.header()
+            if header is None or header != look.header:
+                return None
+        return look.moment.in_sight(table.guess(wanted)[1])
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What this process has changed itself, it knows at once."""
+        try:
+            yield
+        finally:
+            self._changes += 1

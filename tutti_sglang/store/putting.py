@@ -78,7 +78,7 @@ class Putter:
         names = split(keys)
         new = np.zeros(len(names), dtype=np.bool_)
         done = self._parts.accepted.contains(space.id, names)
-        sight = spot(self._parts, space, keys)
+        sight = spot(self._parts, space, keys, lately=True)
         done |= sight.claimed
         self._parts.metrics.add("tutti_put_objects", int(done.sum()), outcome="exists")
         self._parts.hits.hit(space, sight.slots[sight.claimed])

@@ -46,11 +46,12 @@ def look(parts: Parts, space: Space, keys: bytes) -> Sight:
     return _judge(parts, found.records, trusted)
 
 
-def spot(parts: Parts, space: Space, keys: bytes) -> Sight:
-    """The same for who only asks what is there: `records` have nothing but slots, and a get may know better."""
+def spot(parts: Parts, space: Space, keys: bytes, *, lately: bool = False) -> Sight:
+    """The same for who only asks what is there: `records` have nothing but slots, and a get may know better. `lately`:
+    as of Index.locate."""
     trusted = _trusted(parts, space, keys)
     records = zeros(len(keys) // KEY_SIZE, RECORD_DTYPE)
-    records["slot"] = parts.index_drive.locate(space.id, keys)
+    records["slot"] = parts.index_drive.locate(space.id, keys, lately=lately)
     return _judge(parts, records, trusted)
 
 
