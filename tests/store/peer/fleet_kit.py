@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,20 +57,30 @@ class Process:
 
 
 class Fleet:
-    """A master and the memory of clients; `settings` of stores that join it."""
+    """A master and the memory of clients; `peer` gives settings of stores that join it. `directory`: clients find each
+    other through a metadata server, and not by themselves."""
 
-    def __init__(self, folder: Path, host: str = "127.0.0.1", where: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, host: str = "127.0.0.1", where: tuple[str, ...] = (), *, directory: bool = False
+    ) -> None:
         self.folder, self.host = folder, host
         folder.mkdir(parents=True, exist_ok=True)
-        self.port, metrics = free_port(), free_port()
+        self.port, self.metrics_port = free_port(), free_port()
         self.master = Process(
             folder / "master.log",
             program("mooncake_master"),
-            *("--rpc_port", str(self.port), "--metrics_port", str(metrics), "--client_ttl", "5"),
+            *("--rpc_port", str(self.port), "--metrics_port", str(self.metrics_port), "--client_ttl", "5"),
             *("--default_kv_lease_ttl", "1000"),
             where=where,
         )
         self.lenders: list[Process] = []
+        self.metadata = "P2PHANDSHAKE"
+        self.directory: Process | None = None
+        if directory:
+            port = free_port()
+            self.metadata = f"http://{host}:{port}/metadata"
+            command = ("-m", "mooncake.http_metadata_server", "--host", host, "--port", str(port))
+            self.directory = Process(folder / "metadata.log", sys.executable, *command, where=where)
 
     @property
     def address(self) -> str:
@@ -82,7 +93,7 @@ class Fleet:
             self.folder / f"lender{len(self.lenders)}.log",
             program("mooncake_client"),
             *("--host", host, "--global_segment_size", size, "--master_server_address", self.address),
-            *("--metadata_server", "P2PHANDSHAKE", "--port", str(free_port()), "--protocol", "tcp"),
+            *("--metadata_server", self.metadata, "--port", str(free_port()), "--protocol", "tcp"),
             where=where,
         )
         self.lenders.append(lender)
@@ -91,14 +102,16 @@ class Fleet:
 
     def peer(self, **changes: Any) -> PeerConfig:
         """Settings of a store that is part of it."""
-        settings: dict[str, Any] = {"kind": "mooncake", "master": self.address, "publish": "all", "memory": 4 * MIB}
+        settings: dict[str, Any] = {"kind": "mooncake", "master": self.address, "metadata": self.metadata}
+        settings |= {"publish": "all", "memory": 4 * MIB}
         return PeerConfig(**(settings | changes))
 
     def close(self) -> None:
         """End all of it."""
-        for each in [*self.lenders, self.master]:
-            each.signal(signal.SIGCONT)
-            each.kill()
+        for each in [*self.lenders, self.directory, self.master]:
+            if each:
+                each.signal(signal.SIGCONT)
+                each.kill()
 
 
 @contextlib.contextmanager
