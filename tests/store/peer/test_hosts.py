@@ -33,16 +33,24 @@ def run(*command: str) -> None:
 
 @dataclass(frozen=True)
 class Cable:
-    """Between infra and a host."""
+    """Between infra and a host. `address`: the host's."""
 
     infra: str
     name: str
+    address: str
 
     def pull(self) -> None:
         run("ip", "-n", self.infra, "link", "set", self.name, "down")
 
     def plug(self) -> None:
         run("ip", "-n", self.infra, "link", "set", self.name, "up")
+
+    def silence(self) -> None:
+        """The host is heard, and gets no answer: what is sent to it is dropped on the way, and nobody is told."""
+        run("ip", "-n", self.infra, "route", "add", "blackhole", f"{self.address}/32")
+
+    def answer(self) -> None:
+        run("ip", "-n", self.infra, "route", "del", "blackhole", f"{self.address}/32")
 
     def slow(self, rate: str) -> None:
         """What flows towards the host."""
@@ -108,14 +116,14 @@ class Network:
 
     def host(self, number: int) -> tuple[str, Cable]:
         """A namespace and its cable."""
-        space, cable = f"{self.infra}-{number}", Cable(self.infra, f"cable{number}")
+        space, cable = f"{self.infra}-{number}", Cable(self.infra, f"cable{number}", f"10.77.{number}.2")
         run("ip", "netns", "add", space)
         self.spaces.append(space)
         run("ip", "link", "add", cable.name, "netns", self.infra, "type", "veth", "peer", "name", "up0", "netns", space)
         run("ip", "-n", self.infra, "addr", "add", f"10.77.{number}.1/24", "dev", cable.name)
         run("ip", "-n", self.infra, "link", "set", cable.name, "up")
         run("ip", "-n", space, "link", "set", "lo", "up")
-        run("ip", "-n", space, "addr", "add", f"10.77.{number}.2/24", "dev", "up0")
+        run("ip", "-n", space, "addr", "add", f"{cable.address}/24", "dev", "up0")
         run("ip", "-n", space, "link", "set", "up0", "up")
         run("ip", "-n", space, "route", "add", "default", "via", f"10.77.{number}.1")
         return space, cable
@@ -179,6 +187,19 @@ def test_a_host_that_is_cut_off_serves_what_it_has_and_finds_back(world: World) 
     assert (found, took < SLACK) == (0, True), "nobody waits twice"
     assert world.a.ask("get", *PAGES) == len(PAGES)
     world.cable_b.plug()
+    assert _heals(b)
+
+
+def test_a_host_that_is_heard_and_gets_no_answer_waits_once_and_finds_back(world: World) -> None:
+    b = world.b
+    assert _heals(b)
+    world.cable_b.silence()
+    found, took = b.timed("get", *PAGES)
+    assert (found, took < TIMEOUT + SLACK) == (0, True)
+    assert b.ask("get", *range(100, 110)) == 10
+    found, took = b.timed("get", *PAGES)
+    assert (found, took < SLACK) == (0, True), "nobody waits twice"
+    world.cable_b.answer()
     assert _heals(b)
 
 
