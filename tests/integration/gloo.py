@@ -277,3 +277,19 @@ def replaced(owner: Any, name: str, value: Any) -> Any:
         yield before
     finally:
         setattr(owner, name, before)
+
+
+def only_on(number: int, owner: Callable[[Rank], Any], name: str, value: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A decorator of cases: on rank `number`, `name` of what `owner` gives is replaced by `value(before)`."""
+
+    def decorate(case: Callable[[Rank], Any]) -> Callable[[Rank], Any]:
+        def changed(rank: Rank) -> Any:
+            if rank.number != number:
+                return case(rank)
+            it = owner(rank)
+            with replaced(it, name, value(getattr(it, name))):
+                return case(rank)
+
+        return changed
+
+    return decorate

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
-from tests.integration.gloo import PAGE, Rank, on_ranks, replaced
+from tests.integration.gloo import PAGE, Rank, on_ranks, only_on, replaced
 from tests.integration.stores import objects
 from tutti_sglang.integration import attaching, ranks, updating
 from tutti_sglang.integration.cpu_model import built_in_model
@@ -45,22 +45,6 @@ def _is_off(rank: Rank) -> bool:
     names = [thread.name for thread in threading.enumerate()]
     left = [name for name in names if "prefetch" in name or "backup" in name or name.startswith("tutti")]
     return not controller.enable_storage and not rank.tree.enable_storage and not left
-
-
-def _only_on(number: int, owner: Callable[[Rank], Any], name: str, value: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A decorator of cases: on rank `number`, `name` of what `owner` gives is replaced by `value(before)`."""
-
-    def decorate(case: Callable[[Rank], Any]) -> Callable[[Rank], Any]:
-        def changed(rank: Rank) -> Any:
-            if rank.number != number:
-                return case(rank)
-            it = owner(rank)
-            with replaced(it, name, value(getattr(it, name))):
-                return case(rank)
-
-        return changed
-
-    return decorate
 
 
 def _late(seconds: float) -> Callable[[Any], Any]:
@@ -164,11 +148,11 @@ def _refusals(disk: Path) -> list[Callable[[Rank], tuple[str, bool]]]:
 
 def test_all_ranks_attach_or_none_and_go_on_with_what_all_have(model: Path, disk: Path) -> None:
     refused = _refusals(disk)
-    slow = _only_on(1, *TIER, _late(1.5))(_ask)
-    poor = _only_on(1, *TIER, _without(5))(_ask)
-    short = _only_on(1, *GET, _without(3))(_ask)
-    failing = _only_on(1, *TIER, _fails)(_ask)
-    failing_get = _only_on(0, *GET, _fails)(_ask)
+    slow = only_on(1, *TIER, _late(1.5))(_ask)
+    poor = only_on(1, *TIER, _without(5))(_ask)
+    short = only_on(1, *GET, _without(3))(_ask)
+    failing = only_on(1, *TIER, _fails)(_ask)
+    failing_get = only_on(0, *GET, _fails)(_ask)
 
     def lost(rank: Rank) -> int:
         rank.settle()
@@ -219,11 +203,11 @@ def test_ranks_with_stores_of_their_own_go_on_with_what_all_have(
         other_stores(rank)
         return _ask(rank)
 
-    slow = _only_on(1, *TIER, _late(1.5))(_ask)
-    first_slow = _only_on(0, *TIER, _late(1.5))(_ask)
-    poor = _only_on(1, *TIER, _without(5))(_ask)
-    short = _only_on(0, *GET, _without(3))(_ask)
-    failing = _only_on(1, *TIER, _fails)(_ask)
+    slow = only_on(1, *TIER, _late(1.5))(_ask)
+    first_slow = only_on(0, *TIER, _late(1.5))(_ask)
+    poor = only_on(1, *TIER, _without(5))(_ask)
+    short = only_on(0, *GET, _without(3))(_ask)
+    failing = only_on(1, *TIER, _fails)(_ask)
     cases = [other_stores, _compute, _ask, slow, first_slow, poor, short, failing, lost, _compute, _ask]
     answers = on_ranks(model, 2, *cases, **flags)
     tokens = [0, WHOLE, WHOLE, WHOLE, 5 * PAGE, 3 * PAGE, 0, 0, 0, WHOLE]
@@ -274,7 +258,7 @@ def _update(rank: Rank) -> None:
 
 
 def test_replicas_store_one_copy_and_find_it_after_new_weights_too(model: Path, disk: Path) -> None:
-    slow = _only_on(1, *TIER, _late(1.5))(_ask)
+    slow = only_on(1, *TIER, _late(1.5))(_ask)
     cases = [_attach(disk), _compute, _objects(disk), _ask, slow, _update, _ask, _compute, _objects(disk), _ask]
     answers = on_ranks(model, 2, *cases, mla=True, tp_size=2)
     pages = WHOLE // PAGE

@@ -2,17 +2,23 @@
 
 import contextlib
 import importlib
+import os
+import signal
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
-from tests.integration.gloo import Rank, on_ranks
+from tests.integration.gloo import Rank, on_ranks, replaced
 from tests.integration.linkers import Request, admitted, content, fill, forward, keys, make, mha, offload, same
+from tests.store.kit import eventually
+from tests.store.peer.fleet_kit import Fleet, fleet_of, serves, worker
 from tutti_sglang.errors import RankError
 from tutti_sglang.integration.cpu_model import built_in_model
 
@@ -23,6 +29,12 @@ pytestmark = pytest.mark.timeout(600)
 def _scheduler() -> None:
     """Once: this import takes half a minute on a small machine, and the ranks fork from here."""
     importlib.import_module("sglang.srt.managers.scheduler")
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with fleet_of(tmp_path / "fleet") as fleet:
+        yield fleet
 
 
 def _linker(disk: Path, **extra: Any) -> Any:
@@ -77,6 +89,63 @@ def test_each_rank_loads_its_own_half_and_what_one_lost_nobody_loads(disk: Path)
 
     (answers,) = on_ranks(built_in_model(), 2, restore, tp_size=2)
     assert answers == [[True, True], [True, True]]
+
+
+def test_ranks_wait_together_for_what_the_fleet_sends_and_go_on_when_it_hangs_for_one(disk: Path, fleet: Fleet) -> None:
+    peer = msgspec.to_builtins(fleet.peer(keep=False))
+
+    def open_on(node: str) -> Any:
+        linker, pool = _linker(disk / node, peer=peer, break_even="off")
+        assert eventually(lambda: serves(linker._tier.store), 90)
+        torch.distributed.barrier()
+        return linker, pool
+
+    def one_stores(rank: Rank) -> bool:
+        linker, pool = open_on("one")
+        rank.want = content(pool, [3, 4, 5])
+        assert offload(linker, keys(3), [3, 4, 5])
+        assert linker._tier.store.drain(30)
+        done: bool = linker._tier.store.fleet.drain(30)
+        linker.close()
+        return done
+
+    def other_loads(rank: Rank) -> bool:
+        rank.linker, rank.pool = open_on("two")
+        return _arrive_and_load(rank, "well")
+
+    def one_hangs(rank: Rank) -> int:
+        """Its engine stops between the lookup and the get: the others wait with it, and no longer."""
+        store = rank.linker._tier.store
+        if rank.number:
+            stopped, get = worker(store), store.get
+            with replaced(store, "get", lambda *each: (os.kill(stopped, signal.SIGSTOP), get(*each))[1]):
+                request = Request(rank.linker, "hangs", keys(3)).arrive()
+                assert admitted(rank.linker, "hangs")
+        else:
+            request = Request(rank.linker, "hangs", keys(3)).arrive()
+            assert admitted(rank.linker, "hangs")
+        found = torch.tensor(request.lookup())
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN)  # as SGLang's tree does
+        return int(found)
+
+    def it_heals(rank: Rank) -> bool:
+        assert eventually(lambda: serves(rank.linker._tier.store), 90)
+        torch.distributed.barrier()
+        loaded = _arrive_and_load(rank, "again")
+        rank.linker.close()
+        return loaded
+
+    answers = on_ranks(built_in_model(), 2, one_stores, other_loads, one_hangs, it_heals, tp_size=2)
+    assert answers == [[True, True], [True, True], [0, 0], [True, True]]
+
+
+def _arrive_and_load(rank: Any, rid: str) -> bool:
+    fill(rank.pool, 9)
+    request = Request(rank.linker, rid, keys(3)).arrive()
+    assert admitted(rank.linker, rid)
+    assert request.lookup() == 3
+    assert request.load(kv=[10, 11, 12])
+    return forward(rank.linker) and same(content(rank.pool, [10, 11, 12]), rank.want)
 
 
 def test_ranks_of_attention_dp_load_what_any_of_them_stored_and_wait_for_no_other(disk: Path) -> None:
