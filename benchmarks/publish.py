@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md and docs/fleet.md from the runs in docs/results/: none is typed by hand."""
+"""Writes the tables of the documents from the runs in docs/results/: none is typed by hand."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -11,6 +11,8 @@ from benchmarks import (
     eviction,
     first_get,
     index,
+    preload,
+    preload_servers,
     serving,
     soak,
     steps,
@@ -21,7 +23,8 @@ from benchmarks import (
 from benchmarks.report import Figures, Report
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES, RESULTS = (DOCS / "benchmarks.md", DOCS / "fleet.md"), DOCS / "results"
+PAGES = tuple(DOCS / name for name in ("benchmarks.md", "direct-path.md", "fleet.md"))
+RESULTS = DOCS / "results"
 SERVED = ("chat", "long_context", "shared_prefix", "mixed", "compare")
 TABLES: dict[str, Callable[[Report], Iterable[Figures]]] = {
     "storage": lambda run: storage_summary.tables(storage_summary.summarise(run.rows)),
@@ -32,6 +35,8 @@ TABLES: dict[str, Callable[[Report], Iterable[Figures]]] = {
     "first_get": lambda run: [first_get.figures(first_get.summarise(run.rows))],
     "steps": lambda run: [steps.figures(steps.summarise(run.rows))],
     "break_even": lambda run: [break_even.figures(break_even.summarise(run.rows))],
+    "preload": lambda run: [preload.figures(preload.summarise(run.rows))],
+    "preload_servers": lambda run: [preload_servers.figures(run.rows)],
     "two_servers": lambda run: [two_servers.figures(run.rows)],
     **dict.fromkeys(SERVED, lambda run: [serving.figures(run.benchmark, serving.summarise(run.rows))]),
 }

@@ -420,3 +420,14 @@ def test_preload_runs_and_draws_its_loads(tmp_path: Path) -> None:
     assert all(row["ttft"] > 0.003 for row in run.rows)
     assert drawn.read_text().count("<rect") == 1 + 4 * 3
     assert not list(tmp_path.glob("tutti-bench-*")), "a scratch store was left"
+
+
+@pytest.mark.server
+@pytest.mark.matrix
+def test_a_queue_at_real_servers_is_loaded_with_and_without_reading_ahead(tmp_path: Path) -> None:
+    sizes = ["--requests", "2", "--tokens", "512", "--busy", "512", "--rounds", "1", "--directory", str(tmp_path)]
+    run = _run("preload_servers", *sizes, json=tmp_path / "run.json")
+    assert {(row["disk"], row["mode"], row["number"]) for row in run.rows} == {
+        (disk, mode, number) for disk in ("fast", "slow") for mode in ("preload", "no preload") for number in (0, 1)
+    }
+    assert all(row["storage"] >= 384 and row["ttft"] > 0 for row in run.rows)
