@@ -100,7 +100,6 @@ CASES = (
     Case("pipeline-back", LLAMA, "page_first", 64, 1, (*PP, *NO_OVERLAP), "write_back", "wait_complete"),
     Case("back", LLAMA, "page_first", 64, 1, (*NO_OVERLAP, *CHUNKED), "write_back", "timeout"),
     Case("best-effort", LLAMA, "page_head", 16, 1, (), "write_through_selective", "best_effort"),
-    Case("ngram", LLAMA, flags=("--speculative-algorithm", "NGRAM", *NO_OVERLAP), prefetch="wait_complete"),
 )
 
 
@@ -110,6 +109,10 @@ DRAFTS = (
     "untested: SGLang says \"STANDALONE speculative decoding is not supported by TuttiCpuPlatform on device 'cpu'\", "
     "and asks the same of EAGLE (speculative_hook.py:1066); PyTorch's attention is none that it drafts with "
     "(draft_utils.py:95)"
+)
+NGRAM = (
+    "untested: SGLang's worker needs a CUDA library (speculative/ngram_worker.py:10, "
+    "kernels/ops/speculative/reconstruct_tree.py:50); such drafts have no KV of their own"
 )
 LATENT_DP = (
     "untested: the built-in one is no model for it: SGLang's MiniCPM3 cuts its heads by all ranks, and adds up what "
@@ -137,6 +140,7 @@ FEATURES = (
     ("a server of a latent model with attention DP", LATENT_DP, ""),
     ("drafts (EAGLE, MTP) beside a model, through SGLang's pools", "works", "tests/regressions/test_pool.py"),
     ("a server with EAGLE or another draft model", DRAFTS, ""),
+    ("a server that drafts by n-grams", NGRAM, ""),
     ("heads stored at one TP size and read at another (`tp_lcm_size`)", "works", f"{HERE}/test_hicache.py"),
     ("sparse attention, DeepSeek-V4, MXFP8, NVFP4, through SGLang's pools", "works", f"{HERE}/test_codecs.py"),
     ("a server with one of these", "untested: their attention exists for GPUs only", ""),
