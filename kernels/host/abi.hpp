@@ -9,7 +9,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 /// Raised with every change of a signature or structure below; kernels/native.py refuses another number.
-constexpr std::uint32_t kAbi = 8;
+constexpr std::uint32_t kAbi = 9;
 
 TUTTI_API std::uint32_t tutti_abi() noexcept;
 
@@ -62,6 +62,7 @@ struct tutti_read {
     std::uint64_t started;  // pieces under way or ended, of an earlier call and then of this one; 0 at first
     std::int64_t deadline;
     std::uint32_t klass;
+    std::uint32_t straight;       // 1: the drives write whole blocks into the rows; lanes are counted, and their memory is not used
     std::uint8_t *states;         // (n,) tutti_state
     tutti_moved moved;
     struct tutti_ticket **open;   // (lane_count,) null but for pieces whose memory the drives still own: their tickets
@@ -99,6 +100,7 @@ TUTTI_API tutti_ticket *tutti_engine_submit(tutti_engine *engine, const tutti_io
 TUTTI_API int tutti_engine_wait(tutti_engine *engine, tutti_ticket *ticket, std::int64_t timeout, std::int32_t *out) noexcept;
 /// Plan, submit, wait, copy and compare, all of it. `open` is zeroed by the caller. `ahead` (or null) is only begun, as far as its lanes
 /// go and once all of `read` is under way: rows and roots are not looked at, its tickets are left in `open`. A later call may end it.
+/// A straight read has no roots, and ends when the drives have: after the deadline, what has not begun is given up.
 TUTTI_API void tutti_engine_read(tutti_engine *engine, tutti_read *read, tutti_read *ahead) noexcept;
 /// Plan and submit the tensors of objects that lie at (n,) `base` in staging; their contexts have the number of the object as tag.
 /// Null after close.

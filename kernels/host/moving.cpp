@@ -18,6 +18,8 @@ using namespace tutti;
 
 namespace {
 
+constexpr std::int64_t kLongWaitNs = 1'000'000'000;
+
 class Reading {
   public:
     Reading(tutti_engine *engine, tutti_read &read)
@@ -35,7 +37,7 @@ class Reading {
         for (std::size_t piece = 0; piece < read_.started; ++piece) {
             if (ahead && read_.started == pieces_) Reading(engine_, *std::exchange(ahead, nullptr)).begin();
             const bool done = land(piece);
-            copy(piece);
+            if (!read_.straight) copy(piece);
             // The next piece for this memory; started pieces without a break lie in different lanes.
             if (done && read_.started == piece + read_.lane_count && read_.started < pieces_ && start(read_.started)) ++read_.started;
         }
@@ -54,7 +56,8 @@ class Reading {
         contexts_.clear();
         std::uint64_t base = read_.lanes[lane(piece)];
         for (const auto object : objects(piece)) {
-            planner_.add(contexts_, object, base, 0, static_cast<std::uint8_t>(read_.klass));
+            const std::uint64_t *const rows = read_.straight ? read_.rows + object * tensors() : nullptr;
+            planner_.add(contexts_, object, base, 0, static_cast<std::uint8_t>(read_.klass), rows);
             base += planner_.object_size();
         }
         sort_by_place(contexts_);
@@ -67,7 +70,11 @@ class Reading {
     /// Wait until the deadline, give up what has not started. False when the drives still owe something: the ticket stays open.
     bool land(std::size_t piece) {
         tutti_ticket *&ticket = read_.open[lane(piece)];
-        if (!wait_for(engine_, *ticket->batch, read_.deadline - now_ns())) tutti_engine_cancel(engine_, ticket);
+        if (!wait_for(engine_, *ticket->batch, read_.deadline - now_ns())) {
+            tutti_engine_cancel(engine_, ticket);
+            while (read_.straight && !wait_for(engine_, *ticket->batch, kLongWaitNs)) {
+            }
+        }
         for (const auto object : objects(piece)) read_.states[object] = kWhole;
         const std::uint64_t before = read_.moved.failed_count;
         const bool done = ticket->batch->account(read_.moved);

@@ -38,7 +38,7 @@ std::vector<std::uint32_t> Planner::order() const {
 }
 
 void Planner::add(std::vector<tutti_ioctx> &contexts, std::uint32_t object, std::uint64_t base, std::uint8_t operation,
-                  std::uint8_t klass) const {
+                  std::uint8_t klass, const std::uint64_t *rows) const {
     const std::uint32_t place = objects_.places[object];
     const Map map(objects_.maps[place]);
     const std::uint64_t group = objects_.numbers[object] / map.group, within = objects_.numbers[object] % map.group;
@@ -47,7 +47,7 @@ void Planner::add(std::vector<tutti_ioctx> &contexts, std::uint32_t object, std:
     for (std::uint64_t i = 0; i < objects_.tensor_count; ++i) {
         const std::uint64_t tensor = objects_.tensors[i], stride = map.strides[tensor];
         const std::uint64_t position = (group + (map.by_tensor ? tensor : 0)) % map.positions;
-        contexts.push_back({base + starts_[i], start + map.bases[position] + offsets[tensor] + within * stride,
+        contexts.push_back({rows ? rows[i] : base + starts_[i], start + map.bases[position] + offsets[tensor] + within * stride,
                             static_cast<std::uint32_t>(stride), 0, static_cast<std::uint16_t>(map.cycle[position]), operation, klass,
                             object});
     }

@@ -21,8 +21,9 @@ class Planner {
     /// The objects in the order of their places on the drives.
     std::vector<std::uint32_t> order() const;
 
-    /// Add the contexts of an object that lies at `base` in staging.
-    void add(std::vector<tutti_ioctx> &contexts, std::uint32_t object, std::uint64_t base, std::uint8_t operation, std::uint8_t klass) const;
+    /// Add the contexts of an object that lies at `base` in staging, or of which each tensor lies at its place in `rows`.
+    void add(std::vector<tutti_ioctx> &contexts, std::uint32_t object, std::uint64_t base, std::uint8_t operation, std::uint8_t klass,
+             const std::uint64_t *rows = nullptr) const;
 
   private:
     const tutti_objects &objects_;

@@ -2,6 +2,7 @@
 alone, what is in a row is what it should be or is said not to be."""
 
 import errno
+import threading
 import time
 
 import numpy as np
@@ -121,6 +122,50 @@ def test_objects_come_through_little_staging(rig, start, count, step, lanes, ten
     assert got.moved.counts.sum() == count * len(tensors)
     assert got.moved.nbytes.sum() == count * what.strides.sum()
     assert all(same(rig, rows, what, number) for number in range(count))
+
+
+def mover(engine: Engine) -> Engine:
+    if not isinstance(engine, Mover):
+        pytest.skip("this engine does not read straight into rows")
+    return engine
+
+
+@pytest.mark.parametrize(("count", "step", "lanes"), [(1, 1, 1), (23, 5, 5), (40, 40, 1)])
+@pytest.mark.parametrize("tensors", [(0, 1, 2), (0, 2)])
+def test_objects_come_straight_into_their_rows_and_staging_is_left_alone(rig, start, count, step, lanes, tensors):
+    what = objects(count, tensors)
+    rows, before = room(what), rig.memory.copy()
+    got = read(mover(start()), request_for(rig, rows, what, step, lanes, straight=True))
+    assert (got.states == State.WHOLE).all()
+    assert got.open == {}
+    assert got.moved.nbytes.sum() == count * what.strides.sum()
+    assert all(same(rig, rows, what, number) for number in range(count))
+    assert (rig.memory == before).all()
+
+
+def test_a_straight_read_ends_when_the_drives_have_and_no_sooner(rig, start):
+    what = objects(16)
+    rows = room(what)
+    batch = plan(what, object_addresses(0, 16, OBJECT), Operation.READ, IoClass.DEMAND)
+    begin = int(batch[batch["tag"] == 5][0]["offset"])
+    stalled = FaultPlan(
+        {Fault.STALL: EVERY_BLOCK}, begin=begin, end=begin + BLOCK, drive=int(batch[batch["tag"] == 5][0]["drive"])
+    )
+    engine, found = mover(start(stalled)), []
+    request = request_for(rig, rows, what, 16, 1, straight=True, deadline=time.monotonic() + 0.2)
+    thread = threading.Thread(target=lambda: found.append(read(engine, request)))
+    thread.start()
+    thread.join(1.0)
+    assert thread.is_alive()
+    stalled.gate.open()
+    thread.join(PATIENCE)
+    (got,) = found
+    before = rows.view.copy()
+    assert got.open == {}
+    assert IN_PROGRESS not in got.moved.failed["result"]
+    assert all(same(rig, rows, what, number) for number in np.flatnonzero(got.states == State.WHOLE).tolist())
+    time.sleep(0.05)
+    assert (rows.view == before).all()
 
 
 @pytest.mark.parametrize("tensors", [(0, 1, 2), (1, 2)])

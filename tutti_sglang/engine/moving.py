@@ -58,7 +58,8 @@ class Read(NamedTuple):
 
     rows: (n, t) where their tensors are to be copied, None of what is read ahead; sizes: (t,) bytes of each, > 0;
     roots: (n,) what the roots of their checksums must be, None: do not compare; lanes: addresses of `step` objects
-    each; hold: as in Engine.submit.
+    each; hold: as in Engine.submit; straight: no lanes, the drives write into the rows, which are whole blocks, and
+    there is no giving up what they have begun: for a Mover.
     """
 
     objects: Objects
@@ -70,6 +71,7 @@ class Read(NamedTuple):
     klass: IoClass
     deadline: float
     hold: Any = None
+    straight: bool = False
 
 
 class Begun(Protocol):

@@ -45,6 +45,7 @@ class _Read(ctypes.Structure):
         ("started", ctypes.c_uint64),
         ("deadline", ctypes.c_int64),
         ("klass", ctypes.c_uint32),
+        ("straight", ctypes.c_uint32),
         ("states", ctypes.c_void_p),
         ("moved", _Moved),
         ("open", ctypes.c_void_p),
@@ -112,7 +113,8 @@ class PackedRead:
         self._structure = _Read(
             packed.structure,
             *(None, sizes_at, None, lane_at),
-            *(lanes, request.step, 0, deadline, request.klass, self._states.ctypes.data, self._room.structure),
+            *(lanes, request.step, 0, deadline, request.klass, request.straight),
+            *(self._states.ctypes.data, self._room.structure),
             *(self.handles.ctypes.data, self.counts.ctypes.data),
         )
         self.address = ctypes.addressof(self._structure)

@@ -98,8 +98,7 @@ class Getter:
 
     def expect(self, space: Space, keys: bytes) -> None:
         """A lookup that gets may follow."""
-        if self._parts.verifying:
-            self._remembered.expect(space.id, keys)
+        self._remembered.expect(space.id, keys)
 
     def forget(self) -> None:
         """What was remembered and read ahead: it was removed."""
@@ -114,8 +113,8 @@ class Getter:
         """(n,) whether the object is in its rows, where the look of a moment ago saw it.
 
         Nothing keeps its slot from being reused meanwhile, and nobody looks again. It is the checksum that says so: the
-        root is bound to namespace and key, so bytes that have it are those that were put. Whatever has another root is
-        asked for again, by the book.
+        root is bound to namespace and key, so bytes that have it are those that were put. Without checksums it is the
+        state of the index: no slot gets another owner without a commit. What fails is asked for again, by the book.
         """
         good = np.zeros(len(rows), dtype=np.bool_)
         recalled = self._recall(space, keys)
@@ -124,20 +123,30 @@ class Getter:
         sight = recalled.sight
         which, slots, roots = _seen(space, keys, sight)
         then = _seen(space, recalled.following, recalled.after)
-        good[which] = (
-            self._read(space, slots, roots, rows if len(which) == len(rows) else rows[which], when, then) == GOOD
-        )
+        mine = rows if len(which) == len(rows) else rows[which]
+        good[which] = self._read(space, slots, roots, mine, when, then) == GOOD
+        if not self._current(recalled):
+            good[:] = False
         self._parts.hits.hit(space, sight.slots[good])
         return good
 
     def _recall(self, space: Space, keys: bytes) -> Recalled | None:
         """What is remembered of these keys; a look, once for many batches, where they belong to a request."""
         recalled = self._remembered.recall(space.id, keys)
+        if recalled and not self._current(recalled):
+            recalled = None
         known = len(keys) + len(recalled.following) if recalled else 0
         if known < 2 * len(keys) and len(stretch := self._remembered.stretch(space.id, keys)) > known:
-            self._remembered.add(space.id, stretch, look(self._parts, space, stretch))
+            state = self._parts.index.state()
+            self._remembered.add(space.id, stretch, look(self._parts, space, stretch), state)
             recalled = self._remembered.recall(space.id, keys)
         return recalled
+
+    def _current(self, recalled: Recalled) -> bool:
+        """Whether what was seen there can be relied on now, or will be compared anyway."""
+        if self._parts.verifying:
+            return True
+        return recalled.state is not None and recalled.state == self._parts.index.state()
 
     def _from_drives(self, space: Space, keys: bytes, rows: Addresses, when: When) -> Flags:
         parts, grace = self._parts, self._parts.config.grace_seconds

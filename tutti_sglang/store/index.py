@@ -158,7 +158,7 @@ class Index(Mirror):
         """None where the B-tree has to be asked."""
         if (table := self.table) is None:
             return None
-        last, header, changes, now = table.last, self._commits.header(), self._changes, time.monotonic()
+        last, header, changes, now = table.last, self.state(), self._changes, time.monotonic()
         epoch, clearing, *news = connection.execute(_LOCATE_NEWS, (last,)).fetchone()
         slots = table.find(wanted, news_of(last, *news))
         if slots is None:

@@ -118,13 +118,17 @@ class Mirror(Registry):
             self._loader = None
         return not self._too_many
 
+    def state(self) -> bytes | None:
+        """What the next commit of anybody will change; None where that cannot be said."""
+        return self._commits.header()
+
     def _remembered(self, wanted: Marks, lately: bool) -> Slots | None:
         """By the table and the latest look alone, where nothing was changed since."""
         look, table = self._look, self.table
         if look is None or table is None or look.changes != self._changes:
             return None
         if not (lately and time.monotonic() < look.at + LATELY):
-            header = self._commits.header()
+            header = self.state()
             if header is None or header != look.header:
                 return None
         return look.moment.in_sight(table.guess(wanted)[1])

@@ -12,7 +12,7 @@ from tutti_sglang.engine.batch import IoClass, Operation, Ticket
 from tutti_sglang.engine.moving import Got, Moved, Read, State, abandon, read
 from tutti_sglang.errors import EngineError
 from tutti_sglang.geometry import Geometry
-from tutti_sglang.memory import Addresses
+from tutti_sglang.memory import PAGE, Addresses
 from tutti_sglang.store.ahead import Ahead, Lanes, ReadAhead
 from tutti_sglang.store.outcome import CORRUPT, LATE, Codes, codes
 from tutti_sglang.store.parts import Parts
@@ -25,6 +25,9 @@ LANES = 8
 
 PIECE = 2 << 20, 8 << 20
 """Bytes of a piece, at least and at most: small enough that a short read overlaps too, large enough for long I/O."""
+
+STRAIGHT_BYTES = 16 << 20
+"""Without checksums the drives write so much, or more, where it is wanted. Small batches come faster ahead of time."""
 
 AHEAD_SECONDS = 0.05
 """For so long after a call no write starts where its successor is being read."""
@@ -95,6 +98,8 @@ class Reader:
         if not len(request.slots):
             return np.zeros(0, dtype=np.int32)
         ahead = self.ahead.claim(request.name)
+        if not ahead and self._straight(request):
+            return self._into_rows(request)
         start = time.monotonic()
         lanes = ahead.lanes if ahead else self._lanes(request)
         self._observe("staging", start)
@@ -121,13 +126,13 @@ class Reader:
 
     def _through(self, lanes: Lanes, request: Request, ahead: Ahead | None, then: Request | None) -> Codes:
         """Read all objects through `lanes`, and give them back; begin with what is next."""
-        now = ahead.begun.request if ahead else self._pack(request, lanes)
+        now = ahead.begun.request if ahead else self._pack(request, lanes.addresses, lanes.step)
         now = now._replace(rows=request.rows, roots=self._roots(request), deadline=request.deadline)
         room = self.ahead.lanes(*self._shape(then)) if then and self.ahead.possible else None
         begun, still_open = ahead and ahead.begun, dict[int, Ticket]()
         got: Got | None = None
         try:
-            following = self._pack(then, room) if then and room else None
+            following = self._pack(then, room.addresses, room.step) if then and room else None
             with self._parts.window.reading(now.objects.cycle, request.klass):
                 start = time.monotonic()
                 got = read(self._engine, now, begun, following)
@@ -145,15 +150,33 @@ class Reader:
                 self.ahead.give_back(room, {})
         return self._judged(request, got)
 
-    def _pack(self, request: Request, lanes: Lanes) -> Read:
+    def _straight(self, request: Request) -> bool:
+        """Whether the drives can write a read that nobody verifies where it is wanted."""
+        if self._verify or not self.ahead.possible or len(request.slots) * request.size < STRAIGHT_BYTES:
+            return False
+        strides = request.space.strides if request.tensors is None else request.space.strides[request.tensors]
+        return bool((strides == request.sizes).all()) and not (request.rows & np.uint64(PAGE - 1)).any()
+
+    def _into_rows(self, request: Request) -> Codes:
+        """No byte is copied. What the drives have begun is waited for, however long it takes: it is SGLang's memory."""
+        step = max(1, PIECE[1] // request.size)
+        whole = self._pack(request, [0] * -(-len(request.slots) // step), step)
+        whole = whole._replace(rows=request.rows, straight=True, hold=None)
+        with self._parts.window.reading(whole.objects.cycle, request.klass):
+            start = time.monotonic()
+            got = read(self._engine, whole)
+            self._observe("drive", start)
+        return self._judged(request, got)
+
+    def _pack(self, request: Request, lanes: list[int], step: int) -> Read:
         """As the engine wants it, without rows."""
         return Read(
             objects=objects_of(request.geometries, request.slots, request.tensors),
             rows=None,
             sizes=request.sizes,
             roots=None,
-            lanes=lanes.addresses,
-            step=lanes.step,
+            lanes=lanes,
+            step=step,
             klass=request.klass,
             deadline=request.deadline,
             hold=self._staging,

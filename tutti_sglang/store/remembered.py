@@ -23,13 +23,16 @@ class _Look(NamedTuple):
     namespace: int
     keys: bytes
     sight: Sight
+    state: bytes | None
     until: float
 
 
 class Recalled(NamedTuple):
-    """`sight`: of the keys that were asked for; `after`: of as many keys, `following`, that came next in that look."""
+    """`sight`: of the keys that were asked for; `state`: of the index before that look; `after`: of as many keys,
+    `following`, that came next in it."""
 
     sight: Sight
+    state: bytes | None
     following: bytes
     after: Sight
 
@@ -56,10 +59,10 @@ class Remembered:
                 return known[at : at + max(len(keys), STRETCH * KEY_SIZE)]
         return b""
 
-    def add(self, namespace: int, keys: bytes, sight: Sight) -> None:
+    def add(self, namespace: int, keys: bytes, sight: Sight, state: bytes | None) -> None:
         """A look."""
         with self._lock:
-            self._looks.append(_Look(namespace, keys, sight, time.monotonic() + SECONDS))
+            self._looks.append(_Look(namespace, keys, sight, state, time.monotonic() + SECONDS))
 
     def recall(self, namespace: int, keys: bytes) -> Recalled | None:
         """What a look saw of these keys, the latest that asked for all of them in this order."""
@@ -70,7 +73,7 @@ class Remembered:
             if (at := _find(keys, look.keys)) is not None:
                 end, beyond = at + len(keys), at + 2 * len(keys)
                 this, after = slice(at // KEY_SIZE, end // KEY_SIZE), slice(end // KEY_SIZE, beyond // KEY_SIZE)
-                return Recalled(look.sight.some(this), look.keys[end:beyond], look.sight.some(after))
+                return Recalled(look.sight.some(this), look.state, look.keys[end:beyond], look.sight.some(after))
         return None
 
     def forget(self) -> None:
