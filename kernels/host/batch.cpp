@@ -31,7 +31,7 @@ std::int64_t now_ns() {
 }
 
 Batch::Batch(std::span<const tutti_ioctx> contexts, unsigned klass, std::int64_t deadline_ns, std::uint32_t max_io)
-    : klass(klass), deadline_ns(deadline_ns), items(contexts.size()), results_(contexts.size(), -EINPROGRESS),
+    : klass(klass), deadline_ns(deadline_ns), max_io(max_io), items(contexts.size()), results_(contexts.size(), -EINPROGRESS),
       pending_(static_cast<std::uint32_t>(contexts.size())) {
     // A counting sort by drive: it keeps the caller's order within a drive, and costs little where all go to one.
     std::vector<std::uint32_t> count;

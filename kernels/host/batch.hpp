@@ -50,6 +50,7 @@ class Batch {
 
     const unsigned klass;
     const std::int64_t deadline_ns;
+    const std::uint32_t max_io;  // bytes of one transfer
     std::vector<Item> items;
     std::vector<Part> parts;
 

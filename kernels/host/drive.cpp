@@ -9,7 +9,7 @@
 namespace tutti {
 
 Drive::Drive(std::uint16_t ordinal, const tutti_options &options)
-    : queue({options.segment_size, options.max_io, options.queue_depth}), ordinal_(ordinal), options_(options), faults_(options.faults) {}
+    : queue({options.segment_size, options.queue_depth}), ordinal_(ordinal), options_(options), faults_(options.faults) {}
 
 bool Drive::start(std::string name, void (*body)(Drive &)) {
     sigset_t all, before;

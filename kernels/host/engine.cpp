@@ -65,7 +65,12 @@ int tutti_engine_detach(tutti_engine *engine, std::uint16_t drive, std::uint32_t
 
 tutti_ticket *tutti_engine_submit(tutti_engine *engine, const tutti_ioctx *contexts, std::size_t n, unsigned klass,
                                   std::int64_t deadline) noexcept {
-    auto batch = std::make_shared<Batch>(std::span(contexts, n), klass, deadline, engine->options.max_io);
+    return submit(engine, std::span(contexts, n), klass, deadline, engine->options.max_io);
+}
+
+tutti_ticket *tutti::submit(tutti_engine *engine, std::span<const tutti_ioctx> contexts, unsigned klass, std::int64_t deadline,
+                            std::uint32_t max_io) {
+    auto batch = std::make_shared<Batch>(contexts, klass, deadline, max_io);
     std::lock_guard lock(engine->mutex);  // against close: what is queued before it is drained by it
     if (engine->closed) return nullptr;
     for (const auto &part : batch->parts) {

@@ -56,4 +56,8 @@ namespace tutti {
 /// Wait at most `timeout` ns until the batch is done; true when it is. What has not started by its deadline ends.
 bool wait_for(tutti_engine *engine, Batch &batch, std::int64_t timeout);
 
+/// As tutti_engine_submit, in transfers of at most `max_io` bytes.
+tutti_ticket *submit(tutti_engine *engine, std::span<const tutti_ioctx> contexts, unsigned klass, std::int64_t deadline,
+                     std::uint32_t max_io);
+
 }  // namespace tutti

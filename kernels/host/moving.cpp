@@ -20,6 +20,9 @@ namespace {
 
 constexpr std::int64_t kLongWaitNs = 1'000'000'000;
 
+/// Bytes of a transfer into memory of small pages: drives take 127 to 254 of these at once, and the kernel would cut a longer one.
+constexpr std::uint32_t kStraightIo = 512 << 10;
+
 class Reading {
   public:
     Reading(tutti_engine *engine, tutti_read &read)
@@ -63,7 +66,8 @@ class Reading {
         sort_by_place(contexts_);
         read_.open_contexts[lane(piece)] = static_cast<std::uint32_t>(contexts_.size());
         tutti_ticket *&ticket = read_.open[lane(piece)];
-        ticket = tutti_engine_submit(engine_, contexts_.data(), contexts_.size(), read_.klass, read_.deadline);
+        const std::uint32_t most = engine_->options.max_io;
+        ticket = submit(engine_, contexts_, read_.klass, read_.deadline, read_.straight ? std::min(most, kStraightIo) : most);
         return ticket != nullptr;
     }
 

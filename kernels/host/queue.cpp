@@ -128,8 +128,8 @@ void Queue::drop(Run &run, std::int32_t error) {
 void Queue::end_item(Run &run, std::uint32_t at, std::int32_t error) {
     auto &item = run.batch->items[at];
     if (std::exchange(item.ended, true)) return;
-    const std::uint32_t all = item.length ? (item.length - 1) / limits_.max_io + 1 : 1;
-    const std::uint32_t started = at == run.next ? run.skip / limits_.max_io : 0;
+    const std::uint32_t all = item.length ? (item.length - 1) / run.batch->max_io + 1 : 1;
+    const std::uint32_t started = at == run.next ? run.skip / run.batch->max_io : 0;
     run.batch->settle(at, all - started, error);
 }
 
@@ -194,9 +194,9 @@ bool Queue::refused(Run &run, std::uint32_t at) {
 Work Queue::form(Run &run) {
     const auto &item = run.batch->items[run.next];
     File *file = files_.at(static_cast<std::uint32_t>(item.offset / limits_.segment_size)).get();
-    const std::uint32_t length = std::min(item.length - run.skip, limits_.max_io);
+    const std::uint32_t length = std::min(item.length - run.skip, run.batch->max_io);
     Work work{run.batch, file, item.offset % limits_.segment_size + run.skip, run.next, 1, run.next + 1, run.skip, length};
-    if (item.length <= limits_.max_io)
+    if (item.length <= run.batch->max_io)
         coalesce(work, run.end);
     else if (run.skip += length; run.skip < item.length)
         return work;
@@ -215,7 +215,7 @@ void Queue::coalesce(Work &work, std::uint32_t end) const {
         if (item.offset != last.offset + last.length || item.operation != last.operation) return;
         if (item.ended || item.length == 0) return;
         const std::uint64_t length = static_cast<std::uint64_t>(work.length) + item.length;
-        if (length > std::min<std::uint64_t>(limits_.max_io, room)) return;
+        if (length > std::min<std::uint64_t>(work.batch->max_io, room)) return;
         if (item.address != last.address + last.length && ++iovecs > kMaxIovecs) return;
         work.length = static_cast<std::uint32_t>(length);
     }

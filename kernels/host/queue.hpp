@@ -57,7 +57,6 @@ struct Work {
 
 struct Limits {
     std::uint64_t segment_size;  // bytes
-    std::uint32_t max_io;        // bytes of a transfer
     unsigned depth;              // transfers in flight
 };
 

@@ -163,7 +163,7 @@ void whole_objects_through_little_staging(bool pool) {
             std::vector<tutti_ticket *> open(lanes);
             std::vector<std::uint32_t> open_contexts(lanes);
             tutti_read read{objects, rows.data(), sizes.data(), roots.data(), lane, lanes, step, 0,
-                            tutti::now_ns() + 60 * kSecond, 0, states.data(), moved, open.data(), open_contexts.data()};
+                            tutti::now_ns() + 60 * kSecond, 0, 0, states.data(), moved, open.data(), open_contexts.data()};
             tutti_read nothing = read;
             nothing.objects.count = 0;
             tutti_engine_read(scratch.engine, &nothing, &read);
@@ -176,12 +176,17 @@ void whole_objects_through_little_staging(bool pool) {
             tutti_ticket *its_ticket = nullptr;
             std::uint32_t its_contexts;
             tutti_read before{first, rows.data(), sizes.data(), nullptr, &other_lane, 1, 1, 0,
-                              tutti::now_ns() + 60 * kSecond, 0, &state, moved, &its_ticket, &its_contexts};
+                              tutti::now_ns() + 60 * kSecond, 0, 0, &state, moved, &its_ticket, &its_contexts};
             tutti_engine_read(scratch.engine, &before, &read);
             CHECK(state == kWhole && !its_ticket && read.started == lanes && std::ranges::count(open, nullptr) == 0);
             tutti_engine_read(scratch.engine, &read, nullptr);
             CHECK(!read.moved.failed_count && target == content);
             CHECK(states[5] == kAltered && std::ranges::count(states, kWhole) == count - 1);
+            std::ranges::fill(target, 0);
+            read.straight = 1, read.roots = nullptr, read.started = 0;
+            tutti_engine_read(scratch.engine, &read, nullptr);
+            CHECK(std::ranges::count(states, kWhole) == count && std::ranges::count(open, nullptr) == lanes && target == content);
+            read.straight = 0;
             CHECK(std::ranges::count(open, nullptr) == lanes);
 
             std::fill(target.begin(), target.end(), 0);
