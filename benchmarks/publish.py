@@ -27,7 +27,7 @@ PAGES = tuple(DOCS / name for name in ("benchmarks.md", "direct-path.md", "fleet
 RESULTS = DOCS / "results"
 SERVED = ("chat", "long_context", "shared_prefix", "mixed", "compare")
 TABLES: dict[str, Callable[[Report], Iterable[Figures]]] = {
-    "storage": lambda run: storage_summary.tables(storage_summary.summarise(run.rows)),
+    "storage": lambda run: storage_summary.shown(run.settings, run.rows),
     "index": lambda run: [index.figures(index.summarise(run.rows))],
     "soak": lambda run: [soak.figures(run.summary[0])],
     "eviction": lambda run: eviction.tables(run.rows),

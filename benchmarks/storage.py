@@ -39,6 +39,7 @@ def main() -> None:
         "warm_up": options.warm_up,
         "layout": options.layout,
         "seed": options.seed,
+        "sweep": options.sweep,
     }
     run = report.Report("storage", report.machine(base), settings)
     run.head()
@@ -49,7 +50,7 @@ def main() -> None:
     finally:
         shutil.rmtree(base, ignore_errors=True)
     run.summary = storage_summary.summarise(run.rows)
-    for figures in storage_summary.tables(run.summary):
+    for figures in storage_summary.shown(settings, run.rows):
         figures.show()
     run.write(options.json)
     if options.svg:
@@ -68,6 +69,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--bytes", default="512MiB", help="moved by each contender in each operation")
     parser.add_argument("--busy-bytes", default="", help="the same beside a busy thread, at most (default: --bytes)")
+    parser.add_argument("--sweep", action="store_true", help="idle rounds alone, and one table for all cases")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before them that are not kept")
     parser.add_argument(
@@ -113,11 +115,11 @@ def _measure(run: report.Report, options: argparse.Namespace, size: int, base: P
     try:
         for turn in range(-options.warm_up, options.rounds):
             for name in report.rotated(list(benches), turn % max(1, len(benches))):
-                for row in _turn(run, options, benches, name, ("idle", "busy")):
+                for row in _turn(run, options, benches, name, ("idle",) if options.sweep else ("idle", "busy")):
                     if turn >= 0:
                         rows.append({"round": turn, "contender": name, "size": size, **row})
             report.console.print(f"{format_size(size)}: round {turn + 1} of {options.rounds}", highlight=False)
-        for turn in range(min(GIL_ROUNDS, options.rounds)):
+        for turn in range(0 if options.sweep else min(GIL_ROUNDS, options.rounds)):
             for name in list(benches):
                 rows += [
                     {"round": turn, "contender": name, "size": size, **row}

@@ -43,6 +43,30 @@ def tables(summary: list[Row]) -> Iterator[Figures]:
             yield Figures(title, ["", *shown], [[line["contender"], *_cells(line, shown)] for line in lines])
 
 
+def sweep(summary: list[Row]) -> Figures:
+    """One table for many cases: GB/s of each operation and, in brackets, the share of fio's in the same rounds."""
+    operations = list(dict.fromkeys(line["operation"] for line in summary))
+    cases = dict.fromkeys((line["size"], line["contender"]) for line in summary)
+    lines = []
+    for size, contender in cases:
+        own = {line["operation"]: line for line in summary if (line["size"], line["contender"]) == (size, contender)}
+        lines.append([format_size(size), contender, *(_speed(own.get(each)) for each in operations)])
+    return Figures("GB/s, median (of fio's)", ["pages of", "", *operations], lines)
+
+
+def _speed(line: Row | None) -> str:
+    if not line or not line["rate"]:
+        return "-"
+    share = f" ({line['of_fio'][1]:.2f})" if line["of_fio"] and line["contender"] != "fio" else ""
+    return f"{line['rate'][1]:.2f}{share}"
+
+
+def shown(settings: dict[str, Any], rows: list[Row]) -> list[Figures]:
+    """The tables of a run."""
+    summary = summarise(rows)
+    return [sweep(summary)] if settings.get("sweep") else list(tables(summary))
+
+
 def plot(summary: list[Row], folder: Path) -> None:
     """`storage-<operation>.svg`: GB/s over page size."""
     for operation in dict.fromkeys(line["operation"] for line in summary):

@@ -197,6 +197,18 @@ def test_storage_keeps_every_round_of_every_contender(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("tutti-bench-")], "scratch stores were left"
 
 
+def test_a_sweep_is_one_table_of_idle_rounds(tmp_path: Path) -> None:
+    what = ["--sweep", "--contender", "tutti", "--contender", "tutti:queue_depth=1", "--sizes", "16KiB,64KiB"]
+    size = ["--bytes", "256KiB", "--rounds", "1", "--warm-up", "0", "--directory", str(tmp_path)]
+    run = _run("storage", *what, *size, json=tmp_path / "run.json")
+    assert {row["beside"] for row in run.rows} == {"idle"}
+    (table,) = publish.TABLES["storage"](run)
+    assert [line[:2] for line in table.lines] == [
+        [size, contender] for size in ("16KiB", "64KiB") for contender in ("tutti", "tutti:queue_depth=1")
+    ]
+    assert all(float(rate.split()[0]) > 0 for line in table.lines for rate in line[2:])
+
+
 def test_a_spinner_ends() -> None:
     before = threading.active_count()
     spinner = worker.Spinner()
