@@ -13,7 +13,7 @@ import pytest
 
 from tests.store.kit import close_good, eventually, get, lookup, namespace, open_store, put, store_pages
 from tutti_sglang.errors import StoreError
-from tutti_sglang.store import opening
+from tutti_sglang.store import directory, opening
 
 ROOT = Path(__file__).parents[2]
 _WRITER = """
@@ -100,3 +100,23 @@ def test_a_store_that_cannot_be_opened_leaves_no_thread(disk: Path) -> None:
     with pytest.raises(StoreError, match="not a directory"):
         open_store(disk / "file", index_dir=str(disk / "index"))
     assert {thread.name for thread in threading.enumerate()} == before
+
+
+def test_ranks_that_make_a_directory_at_the_same_moment_all_open_the_store(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks sees no directory, and when he makes it, it is there."""
+    stores, real = [open_store(disk / "store")], os.path.lexists
+    monkeypatch.setattr(directory.os.path, "lexists", lambda path: real(path) and Path(path) != disk / "store")
+    stores.append(open_store(disk / "store"))
+    ns = [store.attach(namespace()) for store in stores]
+    store_pages(stores[0], ns[0], *range(4))
+    assert all(get(stores[1], ns[1], *range(4)))
+    assert all(store.close() for store in stores)
+
+
+def test_what_is_no_directory_is_refused_however_it_came_there(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (disk / "store").write_bytes(b"x")
+    monkeypatch.setattr(directory.os.path, "lexists", lambda path: False)
+    with pytest.raises(StoreError, match="store"):
+        open_store(disk / "store")

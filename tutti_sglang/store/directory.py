@@ -28,7 +28,8 @@ def open_directory(path: str) -> int:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if not os.path.lexists(path):
-            os.mkdir(path, 0o700)
+            with contextlib.suppress(FileExistsError):  # another rank was faster
+                os.mkdir(path, 0o700)
         fd = os.open(path, _FLAGS)
     except OSError as error:
         raise _explain(error, path) from error
