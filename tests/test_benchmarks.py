@@ -206,7 +206,7 @@ def test_a_sweep_is_one_table_of_idle_rounds(tmp_path: Path) -> None:
     assert [line[:2] for line in table.lines] == [
         [size, contender] for size in ("16KiB", "64KiB") for contender in ("tutti", "tutti:queue_depth=1")
     ]
-    assert all(float(rate.split()[0]) > 0 for line in table.lines for rate in line[2:])
+    assert not any("-" in rate for line in table.lines for rate in line[2:])
 
 
 def test_a_spinner_ends() -> None:
