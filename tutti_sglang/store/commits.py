@@ -5,6 +5,7 @@ process: it holds a counter, the length of the log and checksums of it. As long 
 A statement costs a few system calls and, beside a busy Python thread, up to 5 ms each time it gives the GIL away.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -33,15 +34,10 @@ class Commits:
 def _descriptor(path: str) -> int:
     """SQLite's own descriptor of the file, -1 where there is none. A second one, once closed, would drop the locks that
     SQLite holds on the file in this process."""
-    try:
-        wanted = os.stat(path)
-    except OSError:
-        return -1
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found = os.fstat(int(name))
-        except OSError:  # that of the listing itself
-            continue
-        if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
-            return int(name)
+    wanted = os.path.realpath(path)
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # that of the listing itself, and what others close meanwhile
+                if os.readlink(f"/proc/self/fd/{name}") == wanted:
+                    return int(name)
     return -1
