@@ -38,7 +38,8 @@ class Room:
         capacity = sum(drive.limit for drive in parts.drives.values())
         self._lease_bytes = min(LEASE_BYTES, capacity // LEASE_SHARE)
         self._leases: dict[int, SlotLease] = {}
-        self._oldest = 0  # epoch that every reader has reached: it only grows, and finding out takes a while
+        self._oldest = 0  # `_everybody_reached` some time ago: it only grows, and finding out takes a while
+        self._scarce = False
         self._last_take = 0.0
         self._lock = threading.Lock()
         self._unwanted: list[Slots] = []
@@ -107,13 +108,20 @@ class Room:
 
     def _lease(self, space: Space, lease: SlotLease, missing: int) -> bool:
         want = max(missing, self._lease_bytes // space.object_size)
+        if self._scarce:
+            self._oldest = self._everybody_reached()
         granted = self._granted(space, want)
-        if not len(granted):  # what readers have left since then is free too
-            self._oldest = self._parts.owners.oldest_epoch(self._parts.index.epoch(), self._parts.config.grace_seconds)
+        if not len(granted) and not self._scarce:  # what readers have left since then is free too
+            self._oldest = self._everybody_reached()
             granted = self._granted(space, want)
+        self._scarce = int(granted[:, 1].sum()) < want
         if len(granted):
             lease.add(granted)
         return bool(len(granted))
+
+    def _everybody_reached(self) -> int:
+        """The epoch that every reader has reached."""
+        return self._parts.owners.oldest_epoch(self._parts.index.epoch(), self._parts.config.grace_seconds)
 
     def _granted(self, space: Space, want: int) -> Ranges:
         unwritable = self._parts.segments.unwritable(space.id)
