@@ -9,7 +9,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 /// Raised with every change of a signature or structure below; kernels/native.py refuses another number.
-constexpr std::uint32_t kAbi = 9;
+constexpr std::uint32_t kAbi = 10;
 
 TUTTI_API std::uint32_t tutti_abi() noexcept;
 
@@ -58,6 +58,7 @@ struct tutti_read {
     const std::uint64_t *sizes;  // (t,) bytes of each
     const std::uint64_t *roots;  // (n,) what XXH3-64 of an object's row of checksums must be; null: do not compare
     const std::uint64_t *lanes;  // (lane_count,) addresses of `step` objects each
+    std::uint64_t *places;       // (lane_count, step, t) where in its lane each tensor of the piece lies; of the library
     std::uint64_t lane_count, step;
     std::uint64_t started;  // pieces under way or ended, of an earlier call and then of this one; 0 at first
     std::int64_t deadline;

@@ -57,19 +57,33 @@ class Reading {
     bool start(std::size_t piece) {
         if (now_ns() >= read_.deadline) return false;
         contexts_.clear();
-        std::uint64_t base = read_.lanes[lane(piece)];
         for (const auto object : objects(piece)) {
             const std::uint64_t *const rows = read_.straight ? read_.rows + object * tensors() : nullptr;
-            planner_.add(contexts_, object, base, 0, static_cast<std::uint8_t>(read_.klass), rows);
-            base += planner_.object_size();
+            planner_.add(contexts_, object, 0, 0, static_cast<std::uint8_t>(read_.klass), rows);
         }
+        if (!read_.straight)
+            for (std::size_t number = 0; number < contexts_.size(); ++number) contexts_[number].address = number;
         sort_by_place(contexts_);
+        if (!read_.straight) lay_out(piece);
         read_.open_contexts[lane(piece)] = static_cast<std::uint32_t>(contexts_.size());
         tutti_ticket *&ticket = read_.open[lane(piece)];
         const std::uint32_t most = engine_->options.max_io;
         ticket = submit(engine_, contexts_, read_.klass, read_.deadline, read_.straight ? std::min(most, kStraightIo) : most);
         return ticket != nullptr;
     }
+
+    /// In staging as on the drives: neighbours there are neighbours here, and a transfer has one piece of memory instead of one per tensor.
+    /// Until then `address` is the number of the context in the order of objects and tensors.
+    void lay_out(std::size_t piece) {
+        std::uint64_t place = 0, *const places = places_of(piece);
+        for (auto &context : contexts_) {
+            places[context.address] = place;
+            context.address = read_.lanes[lane(piece)] + place;
+            place += context.length;
+        }
+    }
+
+    std::uint64_t *places_of(std::size_t piece) const { return read_.places + lane(piece) * read_.step * tensors(); }
 
     /// Wait until the deadline, give up what has not started. False when the drives still owe something: the ticket stays open.
     bool land(std::size_t piece) {
@@ -92,16 +106,16 @@ class Reading {
 
     /// Copy the objects of a piece that came whole.
     void copy(std::size_t piece) {
-        std::uint64_t base = read_.lanes[lane(piece)];
+        const std::uint64_t *places = places_of(piece);
         for (const auto object : objects(piece)) {
-            if (read_.states[object] == kWhole) copy_object(object, base);
-            base += planner_.object_size();
+            if (read_.states[object] == kWhole) copy_object(object, read_.lanes[lane(piece)], places);
+            places += tensors();
         }
     }
 
-    void copy_object(std::uint32_t object, std::uint64_t base) {
+    void copy_object(std::uint32_t object, std::uint64_t base, const std::uint64_t *places) {
         for (std::size_t t = 0; t < tensors(); ++t) {
-            unsigned char *dst = memory(read_.rows[object * tensors() + t]), *src = memory(base + planner_.starts()[t]);
+            unsigned char *dst = memory(read_.rows[object * tensors() + t]), *src = memory(base + places[t]);
             if (read_.roots)
                 sums_[t] = sum_(dst, src, read_.sizes[t]);
             else

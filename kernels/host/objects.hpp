@@ -15,8 +15,6 @@ class Planner {
 
     /// Bytes that the tensors of one object take in staging.
     std::uint64_t object_size() const { return object_size_; }
-    /// Where each tensor starts in it.
-    std::span<const std::uint64_t> starts() const { return starts_; }
 
     /// The objects in the order of their places on the drives.
     std::vector<std::uint32_t> order() const;

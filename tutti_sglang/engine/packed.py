@@ -39,7 +39,7 @@ class _Read(ctypes.Structure):
 
     _fields_ = (
         ("objects", _Objects),
-        *((name, ctypes.c_void_p) for name in ("rows", "sizes", "roots", "lanes")),
+        *((name, ctypes.c_void_p) for name in ("rows", "sizes", "roots", "lanes", "places")),
         ("lane_count", ctypes.c_uint64),
         ("step", ctypes.c_uint64),
         ("started", ctypes.c_uint64),
@@ -109,10 +109,11 @@ class PackedRead:
         self.counts = np.zeros(lanes, dtype=np.uint32)
         sizes, sizes_at = _of(request.sizes, np.uint64)
         lane, lane_at = _of(request.lanes, np.uint64)
-        self._kept = packed, sizes, lane
+        places = np.empty(0 if request.straight else lanes * request.step * shape[1], dtype=np.uint64)
+        self._kept = packed, sizes, lane, places
         self._structure = _Read(
             packed.structure,
-            *(None, sizes_at, None, lane_at),
+            *(None, sizes_at, None, lane_at, places.ctypes.data),
             *(lanes, request.step, 0, deadline, request.klass, request.straight),
             *(self._states.ctypes.data, self._room.structure),
             *(self.handles.ctypes.data, self.counts.ctypes.data),

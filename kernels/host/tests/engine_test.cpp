@@ -162,7 +162,8 @@ void whole_objects_through_little_staging(bool pool) {
             std::vector<std::uint8_t> states(count);
             std::vector<tutti_ticket *> open(lanes);
             std::vector<std::uint32_t> open_contexts(lanes);
-            tutti_read read{objects, rows.data(), sizes.data(), roots.data(), lane, lanes, step, 0,
+            std::vector<std::uint64_t> places_in_lanes(lanes * step * tensors), one_place(tensors);
+            tutti_read read{objects, rows.data(), sizes.data(), roots.data(), lane, places_in_lanes.data(), lanes, step, 0,
                             tutti::now_ns() + 60 * kSecond, 0, 0, states.data(), moved, open.data(), open_contexts.data()};
             tutti_read nothing = read;
             nothing.objects.count = 0;
@@ -175,7 +176,7 @@ void whole_objects_through_little_staging(bool pool) {
             std::uint8_t state;
             tutti_ticket *its_ticket = nullptr;
             std::uint32_t its_contexts;
-            tutti_read before{first, rows.data(), sizes.data(), nullptr, &other_lane, 1, 1, 0,
+            tutti_read before{first, rows.data(), sizes.data(), nullptr, &other_lane, one_place.data(), 1, 1, 0,
                               tutti::now_ns() + 60 * kSecond, 0, 0, &state, moved, &its_ticket, &its_contexts};
             tutti_engine_read(scratch.engine, &before, &read);
             CHECK(state == kWhole && !its_ticket && read.started == lanes && std::ranges::count(open, nullptr) == 0);
