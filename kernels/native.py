@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ABI = 10
+ABI = 11
 """`kAbi` of kernels/host/abi.hpp: a library built from other sources than these is not used."""
 
 _PATTERN = "_host*.so"

@@ -9,7 +9,7 @@
 #define TUTTI_API extern "C" __attribute__((visibility("default")))
 
 /// Raised with every change of a signature or structure below; kernels/native.py refuses another number.
-constexpr std::uint32_t kAbi = 10;
+constexpr std::uint32_t kAbi = 11;
 
 TUTTI_API std::uint32_t tutti_abi() noexcept;
 
@@ -103,14 +103,14 @@ TUTTI_API int tutti_engine_wait(tutti_engine *engine, tutti_ticket *ticket, std:
 /// go and once all of `read` is under way: rows and roots are not looked at, its tickets are left in `open`. A later call may end it.
 /// A straight read has no roots, and ends when the drives have: after the deadline, what has not begun is given up.
 TUTTI_API void tutti_engine_read(tutti_engine *engine, tutti_read *read, tutti_read *ahead) noexcept;
-/// Plan and submit the tensors of objects that lie at (n,) `base` in staging; their contexts have the number of the object as tag.
+/// Plan and submit the tensors of objects, which lie at (n, t) `rows`; their contexts have the number of the object as tag.
 /// Null after close.
-TUTTI_API tutti_ticket *tutti_engine_launch(tutti_engine *engine, const tutti_objects *objects, const std::uint64_t *base,
+TUTTI_API tutti_ticket *tutti_engine_launch(tutti_engine *engine, const tutti_objects *objects, const std::uint64_t *rows,
                                             unsigned operation, unsigned klass, std::int64_t deadline) noexcept;
 /// As wait, but tells only what failed. 1 when all are final.
 TUTTI_API int tutti_engine_land(tutti_engine *engine, tutti_ticket *ticket, std::int64_t timeout, tutti_moved *moved) noexcept;
 /// The contexts that `launch` submits, to `out` (n * t,); result: their number.
-TUTTI_API std::uint64_t tutti_plan(const tutti_objects *objects, const std::uint64_t *base, std::uint64_t segment_size,
+TUTTI_API std::uint64_t tutti_plan(const tutti_objects *objects, const std::uint64_t *rows, std::uint64_t segment_size,
                                    unsigned operation, unsigned klass, tutti_ioctx *out) noexcept;
 /// As wait, without waiting.
 TUTTI_API int tutti_engine_poll(tutti_engine *engine, tutti_ticket *ticket, std::int32_t *out) noexcept;

@@ -59,7 +59,7 @@ class Reading {
         contexts_.clear();
         for (const auto object : objects(piece)) {
             const std::uint64_t *const rows = read_.straight ? read_.rows + object * tensors() : nullptr;
-            planner_.add(contexts_, object, 0, 0, static_cast<std::uint8_t>(read_.klass), rows);
+            planner_.add(contexts_, object, rows, 0, static_cast<std::uint8_t>(read_.klass));
         }
         if (!read_.straight)
             for (std::size_t number = 0; number < contexts_.size(); ++number) contexts_[number].address = number;
@@ -134,13 +134,14 @@ class Reading {
     std::vector<tutti_ioctx> contexts_;
 };
 
-std::vector<tutti_ioctx> plan(const tutti_objects &objects, const std::uint64_t *base, std::uint64_t segment_size, unsigned operation,
+std::vector<tutti_ioctx> plan(const tutti_objects &objects, const std::uint64_t *rows, std::uint64_t segment_size, unsigned operation,
                               unsigned klass) {
     const Planner planner(objects, segment_size);
     std::vector<tutti_ioctx> contexts;
     contexts.reserve(objects.count * objects.tensor_count);
     for (std::uint32_t object = 0; object < objects.count; ++object)
-        planner.add(contexts, object, base[object], static_cast<std::uint8_t>(operation), static_cast<std::uint8_t>(klass));
+        planner.add(contexts, object, rows + object * objects.tensor_count, static_cast<std::uint8_t>(operation),
+                    static_cast<std::uint8_t>(klass));
     sort_by_place(contexts);
     return contexts;
 }
@@ -149,9 +150,9 @@ std::vector<tutti_ioctx> plan(const tutti_objects &objects, const std::uint64_t 
 
 void tutti_engine_read(tutti_engine *engine, tutti_read *read, tutti_read *ahead) noexcept { Reading(engine, *read).run(ahead); }
 
-tutti_ticket *tutti_engine_launch(tutti_engine *engine, const tutti_objects *objects, const std::uint64_t *base, unsigned operation,
+tutti_ticket *tutti_engine_launch(tutti_engine *engine, const tutti_objects *objects, const std::uint64_t *rows, unsigned operation,
                                   unsigned klass, std::int64_t deadline) noexcept {
-    const auto contexts = plan(*objects, base, engine->options.segment_size, operation, klass);
+    const auto contexts = plan(*objects, rows, engine->options.segment_size, operation, klass);
     return tutti_engine_submit(engine, contexts.data(), contexts.size(), klass, deadline);
 }
 
@@ -160,9 +161,9 @@ int tutti_engine_land(tutti_engine *engine, tutti_ticket *ticket, std::int64_t t
     return ticket->batch->account(*moved);
 }
 
-std::uint64_t tutti_plan(const tutti_objects *objects, const std::uint64_t *base, std::uint64_t segment_size, unsigned operation,
+std::uint64_t tutti_plan(const tutti_objects *objects, const std::uint64_t *rows, std::uint64_t segment_size, unsigned operation,
                          unsigned klass, tutti_ioctx *out) noexcept {
-    const auto contexts = plan(*objects, base, segment_size, operation, klass);
+    const auto contexts = plan(*objects, rows, segment_size, operation, klass);
     std::ranges::copy(contexts, out);
     return contexts.size();
 }

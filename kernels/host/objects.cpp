@@ -19,14 +19,7 @@ struct Map {
 
 }  // namespace
 
-Planner::Planner(const tutti_objects &objects, std::uint64_t segment_size) : objects_(objects), segment_size_(segment_size) {
-    if (!objects.count) return;
-    const Map map(objects.maps[0]);
-    for (std::uint64_t t = 0; t < objects.tensor_count; ++t) {
-        starts_.push_back(object_size_);
-        object_size_ += map.strides[objects.tensors[t]];
-    }
-}
+Planner::Planner(const tutti_objects &objects, std::uint64_t segment_size) : objects_(objects), segment_size_(segment_size) {}
 
 std::vector<std::uint32_t> Planner::order() const {
     std::vector<std::uint32_t> order(objects_.count);
@@ -37,8 +30,8 @@ std::vector<std::uint32_t> Planner::order() const {
     return order;
 }
 
-void Planner::add(std::vector<tutti_ioctx> &contexts, std::uint32_t object, std::uint64_t base, std::uint8_t operation,
-                  std::uint8_t klass, const std::uint64_t *rows) const {
+void Planner::add(std::vector<tutti_ioctx> &contexts, std::uint32_t object, const std::uint64_t *rows, std::uint8_t operation,
+                  std::uint8_t klass) const {
     const std::uint32_t place = objects_.places[object];
     const Map map(objects_.maps[place]);
     const std::uint64_t group = objects_.numbers[object] / map.group, within = objects_.numbers[object] % map.group;
@@ -47,7 +40,7 @@ void Planner::add(std::vector<tutti_ioctx> &contexts, std::uint32_t object, std:
     for (std::uint64_t i = 0; i < objects_.tensor_count; ++i) {
         const std::uint64_t tensor = objects_.tensors[i], stride = map.strides[tensor];
         const std::uint64_t position = (group + (map.by_tensor ? tensor : 0)) % map.positions;
-        contexts.push_back({rows ? rows[i] : base + starts_[i], start + map.bases[position] + offsets[tensor] + within * stride,
+        contexts.push_back({rows ? rows[i] : 0, start + map.bases[position] + offsets[tensor] + within * stride,
                             static_cast<std::uint32_t>(stride), 0, static_cast<std::uint16_t>(map.cycle[position]), operation, klass,
                             object});
     }

@@ -12,21 +12,16 @@ class Planner {
   public:
     Planner(const tutti_objects &objects, std::uint64_t segment_size);
 
-    /// Bytes that the tensors of one object take in staging.
-    std::uint64_t object_size() const { return object_size_; }
-
     /// The objects in the order of their places on the drives.
     std::vector<std::uint32_t> order() const;
 
-    /// Add the contexts of an object that lies at `base` in staging, or of which each tensor lies at its place in `rows`.
-    void add(std::vector<tutti_ioctx> &contexts, std::uint32_t object, std::uint64_t base, std::uint8_t operation, std::uint8_t klass,
-             const std::uint64_t *rows = nullptr) const;
+    /// Add the contexts of an object whose tensors lie at (t,) `rows`; null: that is not known yet.
+    void add(std::vector<tutti_ioctx> &contexts, std::uint32_t object, const std::uint64_t *rows, std::uint8_t operation,
+             std::uint8_t klass) const;
 
   private:
     const tutti_objects &objects_;
     const std::uint64_t segment_size_;
-    std::vector<std::uint64_t> starts_;
-    std::uint64_t object_size_ = 0;
 };
 
 /// By drive and offset: neighbours become one transfer.

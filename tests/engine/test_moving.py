@@ -12,7 +12,7 @@ from tutti_sglang import checksum
 from tutti_sglang.engine import Engine, IoClass
 from tutti_sglang.engine.batch import IN_PROGRESS, Operation
 from tutti_sglang.engine.moving import Move, Mover, Read, State, abandon, land, launch, read
-from tutti_sglang.engine.plan import Objects, object_addresses, plan
+from tutti_sglang.engine.plan import Objects, object_addresses, plan, tensor_addresses
 from tutti_sglang.engine.system import SYSTEM
 from tutti_sglang.engine.threads import ThreadsEngine
 from tutti_sglang.engine.uring import UringEngine
@@ -232,7 +232,7 @@ def test_a_closed_engine_is_an_error(rig, start):
     with pytest.raises(EngineError, match="closed"):
         read(engine, request_for(rig, room(what), what, 1, 1))
     with pytest.raises(EngineError, match="closed"):
-        launch(engine, Move(what, np.zeros(1, np.uint64), Operation.READ, IoClass.DEMAND, later()))
+        launch(engine, Move(what, np.zeros((1, 3), np.uint64), Operation.READ, IoClass.DEMAND, later()))
 
 
 def test_an_engine_that_is_closed_meanwhile_still_ends_what_is_under_way(rig, monkeypatch):
@@ -312,7 +312,11 @@ def test_what_is_written_is_on_the_drives(rig, start):
     what, engine = objects(24), start()
     base = object_addresses(rig.region.address, 24, OBJECT)
     rig.memory[: 24 * OBJECT] = np.random.default_rng(1).integers(256, size=24 * OBJECT, dtype=np.uint8)
-    moved = land(engine, launch(engine, Move(what, base, Operation.WRITE, IoClass.WRITE, later())), PATIENCE)
+    moved = land(
+        engine,
+        launch(engine, Move(what, tensor_addresses(base, what.strides), Operation.WRITE, IoClass.WRITE, later())),
+        PATIENCE,
+    )
     assert not len(moved.failed)
     assert moved.nbytes.sum() == 24 * OBJECT
     for ioctx, number in zip(batch := plan(what, base, Operation.WRITE, IoClass.WRITE), range(len(batch)), strict=True):
@@ -326,7 +330,7 @@ def test_a_write_that_hangs_is_told_and_lands_later(rig, start):
     begin = int(batch[0]["offset"])
     stalled = FaultPlan({Fault.STALL: EVERY_BLOCK}, begin=begin, end=begin + BLOCK, drive=0)
     engine = start(stalled)
-    ticket = launch(engine, Move(what, base, Operation.WRITE, IoClass.WRITE, later()))
+    ticket = launch(engine, Move(what, tensor_addresses(base, what.strides), Operation.WRITE, IoClass.WRITE, later()))
     moved = land(engine, ticket, 0.2)
     assert {*moved.failed["result"].tolist()} == {IN_PROGRESS}
     assert int(batch[0]["tag"]) in moved.failed["tag"]

@@ -16,7 +16,7 @@ from tutti_sglang import checksum, memory
 from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.base import Engine
 from tutti_sglang.engine.batch import IN_PROGRESS, IOCTX_DTYPE, Batch, IoClass, Operation, Results, Ticket
-from tutti_sglang.engine.plan import Objects, object_addresses, plan, tensor_addresses
+from tutti_sglang.engine.plan import Objects, object_addresses, plan, plan_rows, tensor_addresses
 from tutti_sglang.errors import EngineError
 from tutti_sglang.memory import Addresses
 
@@ -31,10 +31,10 @@ class State(enum.IntEnum):
 
 
 class Move(NamedTuple):
-    """Objects that lie, or are to lie, at (n,) `base` in staging; the rest is as of Engine.submit."""
+    """Objects whose tensors lie, or are to lie, at (n, t) `rows` in staging; the rest is as of Engine.submit."""
 
     objects: Objects
-    base: Addresses
+    rows: Addresses
     operation: Operation
     klass: IoClass
     deadline: float
@@ -128,7 +128,7 @@ def launch(engine: Engine, move: Move) -> Ticket:
     """Start it. Raises EngineError when the engine is closed."""
     if isinstance(engine, Mover):
         return engine.launch(move)
-    batch = plan(move.objects, move.base, move.operation, move.klass)
+    batch = plan_rows(move.objects, move.rows, move.operation, move.klass)
     return engine.submit(batch, move.klass, move.deadline, move.hold)
 
 

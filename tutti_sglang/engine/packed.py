@@ -8,7 +8,7 @@ import numpy as np
 from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.batch import IOCTX_DTYPE, Batch, IoClass, Operation, Ticket
 from tutti_sglang.engine.moving import Moved, Read
-from tutti_sglang.engine.plan import Objects
+from tutti_sglang.engine.plan import Objects, tensor_addresses
 from tutti_sglang.kernels import native
 from tutti_sglang.memory import Addresses
 
@@ -153,7 +153,7 @@ def native_plan(objects: Objects, base: Addresses, operation: Operation, klass: 
     assert library
     packed = PackedObjects(objects)
     batch = np.empty(packed.contexts, dtype=IOCTX_DTYPE)
-    base, at = _of(base, np.uint64)
+    rows = tensor_addresses(base, objects.strides)
     size = objects.geometries[0].segment_size
-    library.tutti_plan(packed.address, at, size, operation, klass, batch.ctypes.data)
+    library.tutti_plan(packed.address, rows.ctypes.data, size, operation, klass, batch.ctypes.data)
     return batch

@@ -228,10 +228,11 @@ class UringEngine:
         """As engine.moving.launch, in one foreign call."""
         self._check()
         self._sweep()
-        packed, base = PackedObjects(move.objects), np.ascontiguousarray(move.base)
-        assert base.dtype == np.uint64
+        packed, rows = PackedObjects(move.objects), np.ascontiguousarray(move.rows)
+        assert rows.dtype == np.uint64
+        assert rows.size == packed.contexts
         handle = self.library.tutti_engine_launch(
-            *(self._handle, packed.address, base.ctypes.data),
+            *(self._handle, packed.address, rows.ctypes.data),
             *(move.operation, move.klass, _nanoseconds(move.deadline)),
         )
         if not handle:

@@ -22,12 +22,12 @@ SHARE = 0.75
 
 @dataclass(eq=False)
 class Parcel:
-    """The objects of one put, one after the other in one extent. `users`: the writer and the readers that copy out of
-    it now; `since`: time.monotonic() when they came."""
+    """The objects of one put in one extent; (n, T) `rows`: where their tensors lie. `users`: the writer and the readers
+    that copy out of it now; `since`: time.monotonic() when they came."""
 
     namespace: int
     keys: list[bytes]
-    base: Addresses
+    rows: Addresses
     sums: Sums
     depth: npt.NDArray[np.uint32]
     extent: Extent
@@ -39,13 +39,13 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Cargo:
-    """n objects out of several parcels of one namespace; all arrays are (n,), `sums` is (n, T)."""
+    """n objects out of several parcels of one namespace; all arrays are (n,), `rows` and `sums` (n, T)."""
 
     parcels: list[Parcel]
     owner: npt.NDArray[np.int64]
     position: npt.NDArray[np.int64]
     keys: list[bytes]
-    base: Addresses
+    rows: Addresses
     sums: Sums
     depth: npt.NDArray[np.uint32]
 
@@ -57,7 +57,7 @@ class Cargo:
             np.repeat(np.arange(len(parcels)), [len(each.keys) for each in parcels]),
             np.concatenate([np.arange(len(each.keys)) for each in parcels]),
             [key for each in parcels for key in each.keys],
-            np.concatenate([each.base for each in parcels]),
+            np.concatenate([each.rows for each in parcels]),
             np.concatenate([each.sums for each in parcels]),
             np.concatenate([each.depth for each in parcels]),
         )
@@ -67,7 +67,7 @@ class Cargo:
         """Those objects only."""
         keys = [self.keys[each] for each in which.tolist()]
         owner, position = self.owner[which], self.position[which]
-        return Cargo(self.parcels, owner, position, keys, self.base[which], self.sums[which], self.depth[which])
+        return Cargo(self.parcels, owner, position, keys, self.rows[which], self.sums[which], self.depth[which])
 
     def wanted(self) -> npt.NDArray[np.bool_]:
         """(n,) False for what was dropped meanwhile."""
@@ -80,11 +80,11 @@ class Cargo:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`which`: (m,) positions in the request that were found; `base`: (m,) where each object starts. Hand it to
+    """`which`: (m,) positions in the request that were found; `rows`: (m, T) where their tensors lie. Hand it to
     `leave`."""
 
     which: npt.NDArray[np.int64]
-    base: Addresses
+    rows: Addresses
     parcels: list[Parcel]
 
 
@@ -127,18 +127,18 @@ class Accepted:
 
     def enter(self, namespace: int, keys: list[bytes]) -> Found:
         """Those of `keys` that are accepted; their memory stays until `leave`."""
-        which, base, parcels = [], [], set()
+        which, rows, parcels = [], [], set()
         if self._map:
             with self._changed:
                 for position, key in enumerate(keys):
                     entry = self._map.get((namespace, key))
                     if entry:
                         which.append(position)
-                        base.append(entry[0].base[entry[1]])
+                        rows.append(entry[0].rows[entry[1]])
                         parcels.add(entry[0])
                 for parcel in parcels:
                     parcel.users += 1
-        return Found(np.array(which, dtype=np.int64), np.array(base, dtype=np.uint64), list(parcels))
+        return Found(np.array(which, dtype=np.int64), np.array(rows, dtype=np.uint64), list(parcels))
 
     def leave(self, found: Found) -> None:
         """The caller is done with the memory."""

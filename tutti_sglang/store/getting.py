@@ -11,7 +11,6 @@ import numpy.typing as npt
 from tutti_sglang import memory
 from tutti_sglang.checksum import Sums
 from tutti_sglang.engine.batch import IoClass
-from tutti_sglang.engine.plan import tensor_addresses
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.keys import marks, some, split
 from tutti_sglang.store.outcome import CHANGED, CORRUPT, EXPIRED, GOOD, LATE, PERMANENT, UNANSWERED, UNOPENED, Codes
@@ -82,8 +81,7 @@ class Getter:
         try:
             if len(entered.which):
                 start = time.monotonic()
-                source = tensor_addresses(entered.base, space.strides)
-                memory.copy_rows(rows[entered.which], source, space.sizes)
+                memory.copy_rows(rows[entered.which], entered.rows, space.sizes)
                 self._parts.metrics.observe("tutti_wait_seconds", time.monotonic() - start, phase="copy")
                 good[entered.which] = True
         finally:

@@ -75,7 +75,8 @@ class LayerReads:
         entered = parts.accepted.enter(space.id, names)
         self._held.callback(parts.accepted.leave, entered)
         self._accepted = np.zeros((len(names), len(space.sizes)), dtype=np.uint64)
-        self._accepted[entered.which] = tensor_addresses(entered.base, space.strides)
+        if len(entered.which):
+            self._accepted[entered.which] = entered.rows
         self._sight = look(parts, space, self._keys)
         wanted = self._sight.readable & ~self._accepted.any(axis=1)
         numbers = segments_of(self._sight.slots)

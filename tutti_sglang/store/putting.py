@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from tutti_sglang import checksum, memory
 from tutti_sglang.checksum import Sums
-from tutti_sglang.engine.plan import object_addresses, tensor_addresses
 from tutti_sglang.engine.staging import Extent
 from tutti_sglang.memory import Addresses
 from tutti_sglang.store.accepted import Parcel
@@ -41,10 +40,10 @@ class _Offer(NamedTuple):
         """(count, T) the rows of the first of them."""
         return self.rows if count == len(self.rows) else self.rows[self.todo[:count]]
 
-    def parcel(self, which: Which, base: Addresses, sums: Sums, extent: Extent) -> Parcel:
+    def parcel(self, which: Which, rows: Addresses, sums: Sums, extent: Extent) -> Parcel:
         """Some of them, as they lie in staging."""
         names = [self.names[each] for each in which.tolist()]
-        return Parcel(self.space.id, names, base, sums, self.depths[which].astype(np.uint32), extent)
+        return Parcel(self.space.id, names, rows, sums, self.depths[which].astype(np.uint32), extent)
 
 
 class Putter:
@@ -118,16 +117,16 @@ class Putter:
         if not extents:
             return [], packed
         try:
-            bases = [object_addresses(extent.address, len(which), space.object_size) for extent, which in extents]
-            target = tensor_addresses(np.concatenate(bases), space.strides)
-            sums = np.split(self._copy(space, target, offer.first(len(packed))), np.cumsum(counts)[:-1])
+            places = [space.places(len(which)) + np.uint64(extent.address) for extent, which in extents]
+            copied = self._copy(space, np.concatenate(places), offer.first(len(packed)))
+            sums = np.split(copied, np.cumsum(counts)[:-1])
         except BaseException:
             for extent, _ in extents:
                 self._parts.accepted.refund(extent)
             raise
         self._parts.metrics.add("tutti_put_objects", len(packed), outcome="accepted")
-        parts = zip(extents, bases, sums, strict=True)
-        return [offer.parcel(which, base, part, extent) for (extent, which), base, part in parts], packed
+        parts = zip(extents, places, sums, strict=True)
+        return [offer.parcel(which, rows, part, extent) for (extent, which), rows, part in parts], packed
 
     def _extents(self, offer: _Offer, deadline: float) -> list[tuple[Extent, Which]]:
         """Staging for a parcel each, and what goes there; only the first is waited for."""

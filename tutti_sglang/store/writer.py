@@ -165,7 +165,7 @@ class Writer:
             deadline, objects = self._deadline(), objects_of(geometries, slots)
             nbytes = len(slots) * space.object_size
             window.enter_context(self._parts.window.writing(objects.cycle, nbytes))
-            ticket = self._write(objects, cargo.base, deadline)
+            ticket = self._write(objects, cargo.rows, deadline)
         except BaseException:
             window.close()
             held.close()
@@ -199,13 +199,13 @@ class Writer:
         if np.isin(found[which], list(FULL)).any():
             self._survive(self._room.relieve)
         objects = objects_of(load.geometries, load.slots[which])
-        load.ticket = self._write(objects, load.cargo.base[which], self._deadline())
+        load.ticket = self._write(objects, load.cargo.rows[which], self._deadline())
         found[which] = UNANSWERED
         found[which] = self._wait(load, load.ticket, len(which))
 
-    def _write(self, objects: Objects, base: Addresses, deadline: float) -> Ticket:
-        """Start to write objects that lie at `base` in staging."""
-        move = Move(objects, base, Operation.WRITE, IoClass.WRITE, deadline, self._parts.staging)
+    def _write(self, objects: Objects, rows: Addresses, deadline: float) -> Ticket:
+        """Start to write objects whose tensors lie at `rows` in staging."""
+        move = Move(objects, rows, Operation.WRITE, IoClass.WRITE, deadline, self._parts.staging)
         return launch(self._parts.engine, move)
 
     def _wait(self, load: _Load, ticket: Ticket, objects: int) -> Codes:

@@ -133,14 +133,13 @@ void whole_objects_through_little_staging(bool pool) {
     for (std::uint64_t me = 0; me < 2; ++me)
         running.emplace_back([&, me] {
             const std::uint64_t segment = me;
-            std::vector<std::uint64_t> numbers, base, rows, part_rows, sizes(tensors, tensor), sums(count * tensors), roots(count);
+            std::vector<std::uint64_t> numbers, rows, part_rows, sizes(tensors, tensor), sums(count * tensors), roots(count);
             std::vector<std::uint32_t> places(count, 0), which{0, 1};
             std::vector<unsigned char> content(count * size), staging(lanes * step * size), target(content.size());
             std::mt19937_64 random(seed + me);
             for (auto &byte : content) byte = static_cast<unsigned char>(random());
             for (std::uint64_t object = 0; object < count; ++object) {
                 numbers.push_back((object * 7 + 3) % count);
-                base.push_back(Scratch::address(content.data() + object * size));
                 for (std::uint64_t t = 0; t < tensors; ++t) rows.push_back(Scratch::address(target.data() + object * size + t * tensor));
                 part_rows.push_back(Scratch::address(target.data() + object * size + tensor));
             }
@@ -148,13 +147,13 @@ void whole_objects_through_little_staging(bool pool) {
             std::vector<tutti_ioctx> failed(count * tensors);
             std::uint64_t counts[kDrives] = {}, bytes[kDrives] = {};
             tutti_moved moved{failed.data(), 0, counts, bytes};
-            tutti_ticket *ticket = tutti_engine_launch(scratch.engine, &objects, base.data(), 1, 2, tutti::now_ns() + 60 * kSecond);
+            std::vector<std::uint64_t> sources;
+            for (std::uint64_t i = 0; i < count * tensors; ++i) sources.push_back(Scratch::address(content.data() + i * tensor));
+            tutti_ticket *ticket = tutti_engine_launch(scratch.engine, &objects, sources.data(), 1, 2, tutti::now_ns() + 60 * kSecond);
             CHECK(tutti_engine_land(scratch.engine, ticket, 60 * kSecond, &moved) == 1);
             CHECK(!moved.failed_count && counts[0] == count && counts[1] == count && bytes[0] == count * tensor);
             tutti_ticket_release(ticket);
 
-            std::vector<std::uint64_t> sources;
-            for (std::uint64_t i = 0; i < count * tensors; ++i) sources.push_back(Scratch::address(content.data() + i * tensor));
             tutti_sums(sources.data(), sizes.data(), count, tensors, sums.data());
             tutti_roots(sums.data(), count, tensors, roots.data());
             roots[5] ^= 1;
