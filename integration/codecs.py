@@ -101,12 +101,17 @@ def mamba(pool: Any, _: int) -> Parts:
         buffers=buffers,
         layers=(0, pool.num_mamba_layers),
         pages=pool.page_num,
-        dtype="+".join(dict.fromkeys(dtype_name(each.dtype) for each in buffers)),
-        # Which axis of a state is the window depends on the platform; the bytes are as many.
-        form="mamba" + "".join(str(tuple(each.shape[3:])).replace(" ", "") for each in states),
+        dtype=dtype_names(buffers),
+        form=state_form(each.shape[3:] for each in states),
         sharded=True,
         packs_draft=bool(pool.mtp_draft_buffer_infos),
     )
+
+
+def state_form(shapes: Iterable[Sequence[int]]) -> str:
+    """How namespaces name the states of a layer: which axis is the window depends on the platform, with as many
+    bytes."""
+    return "mamba" + "".join(str(tuple(each)).replace(" ", "") for each in shapes)
 
 
 def copied(pool: Any) -> Parts | None:
@@ -230,6 +235,11 @@ def page_map(order: Order, spans: Spans) -> PageMap:
 def dtype_name(dtype: torch.dtype) -> str:
     """As namespaces name it."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_names(buffers: Iterable[torch.Tensor]) -> str:
+    """Of buffers of several types."""
+    return "+".join(dict.fromkeys(dtype_name(each.dtype) for each in buffers))
 
 
 def _unknown_layout(layout: str) -> UnsupportedError:

@@ -56,7 +56,8 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
         self.forward_stream = forward_stream
         with together() as attempt:
             refuse(params)
-            self.pools = device_pools(params.token_to_kv_pool_allocator.get_kvcache(), components)
+            requests = params.req_to_token_pool
+            self.pools = device_pools(params.token_to_kv_pool_allocator.get_kvcache(), components, requests)
             replicated = not self.pools[PoolName.KV].view.sharded
             storage = storage_config(params, extra_config or {}, replicated=replicated)
             engine = load_config(storage.extra_config or {}).config.engine
@@ -69,6 +70,8 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
         self._metrics = process_metrics()
         self._calls = Calls(self._metrics)
         self._begin()
+        if PoolName.MAMBA in self.pools:  # SGLang itself tells the KV pool alone (registry.py:216)
+            requests.register_layer_transfer_counter(self.layer_done_counter)
         live.add(self)
         preload = format_size(self._tier.config.preload) if self._tier.config.preload else "off"
         logger.info("tutti: direct path, mover %s, preload %s", self._mover.name, preload)

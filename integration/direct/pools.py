@@ -13,12 +13,12 @@ from sglang.srt.mem_cache.device_pool_info import KVBufferLayout
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from tutti_sglang.errors import UnsupportedError
-from tutti_sglang.integration.codecs import dtype_name, page_map, span
+from tutti_sglang.integration.codecs import dtype_name, dtype_names, page_map, span, state_form
 from tutti_sglang.integration.pools import PoolView
 from tutti_sglang.layout import Order
 
 _SERVED = ("MHATokenToKVPool", "MLATokenToKVPool")
-_COMPONENTS = ("FULL", "SWA")
+_COMPONENTS = ("FULL", "SWA", "MAMBA")
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,19 @@ class DevicePool:
     layers: tuple[slice, ...]
 
 
-def device_pools(kvcache: Any, components: Iterable[Any]) -> dict[str, DevicePool]:
-    """The pools that the components of SGLang's tree (ComponentType) keep pages in. UnsupportedError names what is not
-    served."""
+def device_pools(kvcache: Any, components: Iterable[Any], requests: Any = None) -> dict[str, DevicePool]:
+    """The pools that the components of SGLang's tree (ComponentType) keep pages in. `requests`: SGLang's pool of
+    requests, which owns the states of hybrid models. UnsupportedError names what is not served."""
     names = {component.name for component in components}
     if extra := sorted(names - set(_COMPONENTS)):
-        raise UnsupportedError(
-            f"The direct path does not keep the state of {', '.join(extra)} layers",
-            'Set "path": "host" in the extra config, which keeps their attention layers',
-        )
+        raise UnsupportedError(f"The direct path does not keep the state of {', '.join(extra)} layers", _HINT)
+    first = kvcache.start_layer
+    if "MAMBA" in names:
+        if "SWA" in names or type(kvcache).__name__ != "HybridLinearKVPool":
+            raise _unsupported(kvcache)
+        attention = _pool(PoolName.KV, kvcache.full_kv_pool, kvcache.full_attention_layer_id_mapping, first)
+        return {PoolName.KV: attention, PoolName.MAMBA: _states(requests.mamba_pool, first)}
     if "SWA" not in names:
-        first = kvcache.start_layer
         return {PoolName.KV: _pool(PoolName.KV, kvcache, range(first, first + kvcache.layer_num), first)}
     if type(kvcache).__name__ != "SWAKVPool":
         raise _unsupported(kvcache)
@@ -48,7 +50,7 @@ def device_pools(kvcache: Any, components: Iterable[Any]) -> dict[str, DevicePoo
     for layer, (_, windowed) in sorted(kvcache.layers_mapping.items()):
         by_pool[windowed].append(layer)
     parts = ((PoolName.KV, kvcache.full_kv_pool, False), (PoolName.SWA, kvcache.swa_kv_pool, True))
-    return {name: _pool(name, pool, by_pool[windowed], kvcache.start_layer) for name, pool, windowed in parts}
+    return {name: _pool(name, pool, by_pool[windowed], first) for name, pool, windowed in parts}
 
 
 def _pool(name: str, pool: Any, layer_ids: Iterable[int], first: int) -> DevicePool:
@@ -78,6 +80,30 @@ def _pool(name: str, pool: Any, layer_ids: Iterable[int], first: int) -> DeviceP
     return DevicePool(name, view, _layers(list(layer_ids), first, len(halves)))
 
 
+def _states(pool: Any, first: int) -> DevicePool:
+    """The states of Mamba and linear attention: a page is one slot, what is left of a prefix at its end. Bytes and
+    order are those of the host path (codecs.mamba)."""
+    if type(pool).__name__ != "MambaPool":
+        raise _unsupported(pool)
+    (info,) = pool.get_device_pool_infos()
+    layer_ids, info = list(info.layer_ids), info.buffer_info
+    states = [each for each in (info.temporal, *info.conv) if each.numel()]  # (layers, slots, …)
+    if info.extra_checkpoint_buffers or not all(each[0, 0].is_contiguous() for each in states):
+        raise UnsupportedError("The pool of states keeps side states, or cuts a state into pieces", _HINT)
+    view = PoolView(
+        maps=(page_map(Order.LAYER, [span(each[layer], 1) for layer in range(len(layer_ids)) for each in states]),),
+        dtype=f"{dtype_names(states)}:{state_form(each.shape[2:] for each in states)}",
+        page_size=1,
+        pages=states[0].shape[1],
+        layers=(0, len(layer_ids)),
+        heads=0,
+        sharded=True,
+        packs_draft=False,
+        buffers=tuple(states),
+    )
+    return DevicePool(PoolName.MAMBA, view, _layers(layer_ids, first, len(states)))
+
+
 def _form(layout: KVBufferLayout) -> str:
     """How the bytes of a page are ordered, in the words of the host path; empty = token by token."""
     if layout is KVBufferLayout.NHD:
@@ -103,7 +129,7 @@ _HINT = 'Set "path": "host" in the extra config'
 def _unsupported(pool: Any) -> UnsupportedError:
     return UnsupportedError(
         f"The device pool {type(pool).__name__} is not served by the direct path",
-        f"Served: {', '.join(_SERVED)}, and SWAKVPool of these. {_HINT} for others",
+        f"Served: {', '.join(_SERVED)}, and SWAKVPool and HybridLinearKVPool of these. {_HINT} for others",
     )
 
 

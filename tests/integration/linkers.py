@@ -3,15 +3,17 @@
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -21,6 +23,7 @@ from tutti_sglang.integration.linker import TuttiLinker
 
 LAYERS, HEADS, WIDTH, PAGE = 4, 2, 64, 16
 FULL, SWA = (ComponentType.FULL,), (ComponentType.FULL, ComponentType.SWA)
+MAMBA = (ComponentType.FULL, ComponentType.MAMBA)
 
 
 def keys(count: int, start: int = 0) -> list[str]:
@@ -63,13 +66,43 @@ def swa(pages: int = 64) -> Any:
     )
 
 
+def hybrid(pages: int = 64) -> Any:
+    """Layers 1 and 3 are attention, 0 and 2 keep a state of Mamba2, of which there are 17."""
+    shape = Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=4, head_dim=16, state_size=8, conv_kernel=4
+    )
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    states = MambaPool(
+        size=16,
+        spec_state_size=0,
+        cache_params=Mamba2CacheParams(shape=shape, dtype=dtype, layers=[0, 2]),
+        mamba_layer_ids=[0, 2],
+        device="cpu",
+    )
+    return HybridLinearKVPool(
+        size=pages * PAGE,
+        dtype=torch.float16,
+        page_size=PAGE,
+        head_num=HEADS,
+        head_dim=WIDTH,
+        full_attention_layer_ids=[1, 3],
+        device="cpu",
+        mamba_pool=states,
+    )
+
+
 def parts_of(pool: Any) -> dict[str, Any]:
     """Pool name → the part of the pool with its pages."""
+    if hasattr(pool, "mamba_pool"):
+        return {"kv": pool.full_kv_pool, "mamba": pool.mamba_pool}
     return {"kv": pool.full_kv_pool, "swa": pool.swa_kv_pool} if hasattr(pool, "swa_kv_pool") else {"kv": pool}
 
 
 def buffers(pool: Any) -> list[torch.Tensor]:
-    """All of its memory as bytes: (pages, bytes) for each buffer."""
+    """All of its memory as bytes: (pages, bytes) for each buffer, a state's layers one after the other."""
+    if isinstance(pool, MambaPool):
+        states = [pool.mamba_cache.temporal, *pool.mamba_cache.conv]
+        return [layer.reshape(len(layer), -1).view(torch.uint8) for state in states for layer in state]
     halves = [pool.kv_buffer] if hasattr(pool, "kv_buffer") else [pool.k_buffer, pool.v_buffer]
     pages = pool.size // PAGE + 1
     return [each[: pages * PAGE].reshape(pages, -1).view(torch.uint8) for half in halves for each in half]
@@ -109,6 +142,11 @@ def slots(pages: list[int]) -> torch.Tensor:
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
+def _of(pool: str, pages: list[int]) -> torch.Tensor:
+    """The slots of pages of a pool: a state has one."""
+    return torch.tensor(pages) if pool == PoolName.MAMBA else slots(pages)
+
+
 def make(pool: Any, store: Path, components: Any = FULL, group: Any = None, **extra: Any) -> TuttiLinker:
     """A linker as SGLang's factory makes it. `group`: of the ranks of tensor parallelism."""
     allocator = PagedTokenToKVPoolAllocator(pool.size, PAGE, torch.float16, "cpu", pool, need_sort=False)
@@ -116,6 +154,10 @@ def make(pool: Any, store: Path, components: Any = FULL, group: Any = None, **ex
         disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=allocator, page_size=PAGE
     )
     params.tp_cache_group = params.attn_tp_cache_group = group
+    if hasattr(pool, "mamba_pool"):
+        params.req_to_token_pool = SimpleNamespace(
+            mamba_pool=pool.mamba_pool, register_layer_transfer_counter=lambda counter: vars(pool).update(told=counter)
+        )
     sizes = {"max_size": "64MiB", "segment_size": "2MiB", "min_free_space": 1, "staging_size": "16MiB"}
     settings = {"storage_dirs": [str(store)], **sizes, "preload": "8MiB", **extra}
     return TuttiLinker(None, params, components=set(components), extra_config=settings, forward_stream=None)
@@ -125,7 +167,7 @@ def offload(linker: TuttiLinker, names: list[str], pages: list[int], **side: lis
     """Offer a node and wait for its result. `side`: pages of side pools, the last ones of the node."""
     transfers = [PoolTransfer(name=PoolName.KV, keys=names, device_indices=slots(pages))]
     for name, mine in side.items():
-        transfers.append(PoolTransfer(name=PoolName(name), keys=names[-len(mine) :], device_indices=slots(mine)))
+        transfers.append(PoolTransfer(name=PoolName(name), keys=names[-len(mine) :], device_indices=_of(name, mine)))
     before = linker.num_completed_offloads()
     assert linker.offload(transfers)
     assert eventually(lambda: linker.num_completed_offloads() > before)
@@ -133,19 +175,21 @@ def offload(linker: TuttiLinker, names: list[str], pages: list[int], **side: lis
 
 
 class Request:
-    """A request whose prompt has these pages. `window`: pages of the sliding window, if there is one."""
+    """A request whose prompt has these pages. `window`: pages of the side pool `side`, if there is one."""
 
-    def __init__(self, linker: TuttiLinker, rid: str, names: list[str], window: int = 0) -> None:
-        self.linker, self.rid, self.names, self.window = linker, rid, names, window
+    def __init__(
+        self, linker: TuttiLinker, rid: str, names: list[str], window: int = 0, side: PoolName = PoolName.SWA
+    ) -> None:
+        self.linker, self.rid, self.names, self.window, self.side = linker, rid, names, window, side
 
     def transfers(self, count: int, places: dict[str, list[int]] | None = None) -> list[PoolTransfer]:
         """Of the first `count` pages; with `places` into these pages of each pool."""
         made = [PoolTransfer(name=PoolName.KV, keys=self.names[:count])]
         if self.window:
             tail = self.names[max(0, count - self.window) : count]
-            made.append(PoolTransfer(name=PoolName.SWA, keys=tail, hit_policy=PoolHitPolicy.TRAILING_PAGES))
+            made.append(PoolTransfer(name=self.side, keys=tail, hit_policy=PoolHitPolicy.TRAILING_PAGES))
         for transfer in made if places else ():
-            transfer.device_indices = slots((places or {})[transfer.name])
+            transfer.device_indices = _of(transfer.name, (places or {})[transfer.name])
         return made
 
     def arrive(self) -> "Request":

@@ -4,18 +4,22 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from tests.engine import cufile
 from tests.integration.linkers import (
     FULL,
+    MAMBA,
     SWA,
     Request,
     admitted,
@@ -24,6 +28,7 @@ from tests.integration.linkers import (
     fill,
     forward,
     hnd,
+    hybrid,
     keys,
     make,
     mha,
@@ -41,6 +46,7 @@ from tutti_sglang.errors import UnsupportedError
 from tutti_sglang.integration.direct.gds import GdsMover
 from tutti_sglang.integration.direct.movers import StreamMover
 from tutti_sglang.integration.linker import TuttiLinker
+from tutti_sglang.integration.pools import view_of
 from tutti_sglang.kernels import gio_native
 
 Open = Callable[..., TuttiLinker]
@@ -128,6 +134,52 @@ def test_a_sliding_window_is_restored_with_the_rest_or_not_at_all(opened: Open, 
     assert forward(linker)
     assert same(content(parts["kv"], TO), want["kv"])
     assert same(content(parts["swa"], [14, 1]), want["swa"])
+
+
+@pytest.mark.parametrize("preload", ["8MiB", 0])
+def test_a_state_is_restored_with_the_attention_beside_it_or_not_at_all(opened: Open, preload: Any) -> None:
+    pool = hybrid()
+    fill(pool, 1)
+    parts = parts_of(pool)
+    want = {"kv": content(parts["kv"], FROM), "mamba": content(parts["mamba"], [7])}
+    linker = opened(pool, MAMBA, preload=preload)
+    assert pool.told is linker.layer_done_counter, "the states' pool waits for layers too"
+    assert offload(linker, keys(4), FROM, mamba=[7])  # what is left of all four at their end
+    assert offload(linker, keys(1, 4), [6])  # no state is kept here
+    fill(pool, 2)
+    short = Request(linker, "short", keys(3), 1, PoolName.MAMBA).arrive()
+    request = Request(linker, "r", keys(5), 1, PoolName.MAMBA).arrive()
+    assert admitted(linker, "short", "r")
+    assert short.lookup() == 0
+    assert request.lookup() == 4
+    others = content(parts["mamba"], [*range(9), *range(10, 17)])
+    assert request.load(kv=TO, mamba=[9])
+    seen = list[bool]()
+    half = len(want["kv"]) // 2
+
+    def look(layer: int) -> None:
+        kind, place = ("kv", layer // 2) if layer % 2 else ("mamba", layer // 2)
+        now = content(parts[kind], TO if kind == "kv" else [9])
+        step = half if kind == "kv" else 2
+        seen.append(all(torch.equal(now[at], want[kind][at]) for at in range(place, len(now), step)))
+
+    assert forward(linker, look)
+    assert seen == [True] * 4
+    assert same(content(parts["mamba"], [*range(9), *range(10, 17)]), others)
+    assert same(content(parts["kv"], TO), want["kv"])
+
+
+def test_both_paths_mean_the_same_by_a_state(opened: Open) -> None:
+    """Equal namespaces and sizes: what one stored, the other reads."""
+    pool = hybrid()
+    ours = opened(pool, MAMBA).pools[PoolName.MAMBA].view
+    (info,) = pool.mamba_pool.get_device_pool_infos()
+    hosts = view_of(
+        MambaPoolHost(info.buffer_info, 2.0, 0, device_capacity=16, pin_memory=False, layout="page_first_direct")
+    )
+    for name in ("dtype", "page_size", "layers", "heads", "sharded", "packs_draft"):
+        assert getattr(ours, name) == getattr(hosts, name), name
+    assert [each.sizes for each in ours.maps] == [each.sizes for each in hosts.maps]
 
 
 def test_requests_of_one_batch_are_loaded_together_and_other_batches_do_not_wait(opened: Open) -> None:
@@ -278,8 +330,16 @@ def test_suspended_it_neither_reads_nor_writes_until_the_flush(opened: Open) -> 
 
 
 def test_what_is_not_served_is_refused_by_name(opened: Open) -> None:
-    with pytest.raises(UnsupportedError, match="MAMBA"):
-        opened(mha(), (*FULL, ComponentType.MAMBA))
+    with pytest.raises(UnsupportedError, match="MHATokenToKVPool is not served"):
+        opened(mha(), MAMBA)
+    with pytest.raises(UnsupportedError, match="HybridLinearKVPool is not served"):
+        opened(hybrid(), (*MAMBA, ComponentType.SWA))
+    sides = hybrid()
+    rows = torch.zeros(17, 8)
+    state = SimpleNamespace(iter_transfer_state_entries=lambda: [("", rows, 0, 0)])
+    sides.mamba_pool.register_slot_state(state)
+    with pytest.raises(UnsupportedError, match="side states"):
+        opened(sides, MAMBA)
     with pytest.raises(UnsupportedError, match='"path": "host" is not served here'):
         opened(mha(), path="host")
     with pytest.raises(UnsupportedError, match="MHATokenToKVPool is not served"):
