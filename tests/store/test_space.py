@@ -1,4 +1,4 @@
-"""Objects lie in memory as on a drive: without gap or overlap, and neighbours of a group are one piece for each tensor."""
+"""Objects lie in memory as on a drive: without gap or overlap, neighbours of a group in one piece for each tensor."""
 
 import numpy as np
 from hypothesis import given
