@@ -48,5 +48,6 @@ def when_idle(request: Callable[[], tuple[int, str]]) -> str:
 
 
 def attach(server: Server, store: Path, **settings: Any) -> None:
-    """The tier, with the given settings."""
-    when_idle(lambda: server.attach(extra(store, **settings)))
+    """The tier, with the given settings. Nobody measures here: what is there is loaded, although a busy machine may
+    rather compute a short prompt once it has timed a few loads."""
+    when_idle(lambda: server.attach(extra(store, **({"break_even": "off"} | settings))))

@@ -52,7 +52,7 @@ def test_a_model_of_another_kind_takes_the_tier_while_it_serves(name: str, serve
     case = next(case for case in CASES if case.name == name)
     server = servers.get(case.launch())
     server.generate(prompt(1, 200))  # not the beginning of what follows: what is computed before is not stored later
-    attach(server, disk / "store", prefetch_timeout_base=100, break_even="off")
+    attach(server, disk / "store", prefetch_timeout_base=100)
     cold = [server.generate(each) for each in PROMPTS]
     assert all(reply.storage == 0 for reply in cold)
     _ask_again(server, case, PROMPTS)
