@@ -43,6 +43,8 @@ TARGETS = {
 }
 """Seconds, medians (issue of the store)."""
 BYTES_TARGET = 200
+AFTER = "lookup after a commit"
+OPENINGS = 7
 
 Act = Callable[[], object]
 
@@ -90,11 +92,19 @@ class Bench:
         """A row per measurement, `repeat` of each, interleaved; and one for the size."""
         self._index.mirror(math.inf)
         rows: list[Row] = [{"what": "size", "keys": 0, "beside": "idle", "round": 0, "bytes_per_object": self._size()}]
-        for acts in (self._reading(), self._writing()):  # a commit empties the caches of readers: that is told apart
-            for turn in range(-1, repeat):
+        # A commit empties the caches of readers, and after the seconds of a load beside a busy thread what others use
+        # is cold: each is told apart.
+        for acts, times in (
+            (self._reading(), repeat),
+            (self._writing(), repeat),
+            (self._opening(), min(repeat, OPENINGS)),
+        ):
+            for turn in range(-1, times):
                 for beside, company in (("idle", _idle), ("busy", _busy)):
                     with company():
                         for what, count, prepare in report.rotated(acts, max(0, turn)):
+                            if count and what != AFTER:  # what was not used for a second is cold
+                                prepare()()
                             line = {"what": what, "keys": count, "beside": beside, "round": turn}
                             rows.append(line | {"seconds": _seconds(prepare())})
         self._index.close()
@@ -105,8 +115,6 @@ class Bench:
         """What is timed: each is prepared anew before its clock starts."""
         few, many = self._counts()
         return [
-            ("open", 0, lambda: self._open),
-            ("load the table", 0, self._load),
             *(("lookup run", count, partial(self._run, count)) for count in (few, many)),
             *(("lookup scattered", count, partial(self._scattered, count)) for count in (few, many)),
             *(("lookup absent", count, partial(self._absent, count)) for count in (few, many)),
@@ -115,9 +123,12 @@ class Bench:
             *(("records run, B-tree", count, partial(self._records, count, bare=True)) for count in (few, many)),
         ]
 
+    def _opening(self) -> list[tuple[str, int, Callable[[], Act]]]:
+        return [("open", 0, lambda: self._open), ("load the table", 0, self._load)]
+
     def _writing(self) -> list[tuple[str, int, Callable[[], Act]]]:
         few, _ = self._counts()
-        return [("publish", few, partial(self._new, few)), ("lookup after a commit", few, partial(self._run, few))]
+        return [("publish", few, partial(self._new, few)), (AFTER, few, partial(self._run, few))]
 
     def _counts(self) -> tuple[int, int]:
         return min(128, len(self._keys) // 2), min(8192, len(self._keys) // 2)
