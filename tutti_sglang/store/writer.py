@@ -28,7 +28,8 @@ from tutti_sglang.store.slots import Slots, segments_in, segments_of
 from tutti_sglang.store.space import Space
 
 LOAD_BYTES = 128 << 20
-"""About what is written and published at once, and never more than an eighth of the store."""
+"""About what is written and published at once, and never more than an eighth of the store or a quarter of staging: the
+next load is to be accepted and begun meanwhile."""
 LOADS_IN_FLIGHT = 2
 
 WRITE_SECONDS = 20.0
@@ -68,7 +69,7 @@ class Writer:
         self._publisher = publisher
         self._upkeep = upkeep
         capacity = sum(drive.limit for drive in parts.drives.values())
-        self._load_bytes = min(LOAD_BYTES, capacity // 8)
+        self._load_bytes = min(LOAD_BYTES, capacity // 8, parts.staging.size // 4)
         self._flying: deque[_Load] = deque()
         self._owed: list[tuple[Ticket, Slots]] = []
         self._once: deque[Callable[[], None]] = deque()
