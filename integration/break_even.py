@@ -77,11 +77,14 @@ class Timing:
         if self._judge:
             self._judge.announce(rid, prefix, new)
 
-    def pages(self, lengths: Sequence[int], page_tokens: int, page_bytes: int, remote: Sequence[int]) -> int:
-        """How many pages of the request that is looked up now are worth loading. `remote`: as Judge.pages."""
+    def pages(
+        self, lengths: Sequence[int], page_tokens: int, page_bytes: int, remote: Sequence[int], rid: str | None = None
+    ) -> int:
+        """How many pages of the request `rid` are worth loading, by default of the one that is looked up now. `remote`:
+        as Judge.pages."""
         if not self._judge:
             return lengths[-1] if lengths else 0
-        return self._judge.pages(waits.current_request(), lengths, page_tokens, page_bytes, remote)
+        return self._judge.pages(rid or waits.current_request(), lengths, page_tokens, page_bytes, remote)
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         """Pages came from the drives. While some lie in memory the time says nothing of the drives."""

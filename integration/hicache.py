@@ -254,11 +254,7 @@ class TuttiHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # the wheel ha
             got = self._tier.get(name, key_bytes(keys), indices, deadline)
         seconds = time.monotonic() - start
         if name == PoolName.KV:
-            received = self._tier.store.take_received()
-            self._tier.timing.received(*received)
-            if got.all():
-                nbytes = len(keys) * self._tier.page_bytes(name)
-                self._tier.timing.loaded(nbytes - received.nbytes, seconds - received.seconds)
+            self._tier.moved(len(keys) * self._tier.page_bytes(name) if got.all() else 0, seconds)
         self._stats.answered(name, "get", got)
         count = int(got.sum())
         self._stats.moved("prefetch", count, count * self._tier.page_bytes(name), seconds)

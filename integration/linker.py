@@ -30,6 +30,7 @@ from tutti_sglang.integration.direct.setup import Ranks, open_tier, refuse, stor
 from tutti_sglang.integration.hashing import load_hashing
 from tutti_sglang.metrics import process_metrics
 from tutti_sglang.schedule.gate import process_gate
+from tutti_sglang.store import Places
 from tutti_sglang.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -86,9 +87,11 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
             bounce = self._memory(BOUNCE_BYTES)
         self._preloader = None
         if self._room:
-            self._preloader = Preloader(self._room, self._tier.pool, self._metrics, self._fault("preload"))
+            self._preloader = Preloader(
+                self._room, self._tier.pool, self._metrics, self._fault("preload"), self._tier.moved
+            )
             self._room.freed = self._preloader.wake
-        self._lookups = Lookups(self._tier.pool, self._preloader, streams=self._mover.fetches)
+        self._lookups = Lookups(self._tier.pool, self._preloader, self._worth, streams=self._mover.fetches)
         give = self._room.give if self._room else lambda places: None
         page_bytes = self.pools[PoolName.KV].view.page_bytes
         pacing = Pacing(self._tier.timing, self._tier.store, page_bytes, process_gate(), self._metrics)
@@ -116,9 +119,17 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
     def _fault(self, call: str) -> Any:
         return lambda error: self._calls.report(call, error)
 
-    def arriving(self, rid: str) -> AbstractContextManager[None]:
-        """While this context lasts, `lookup` of this request only notes what is to be read ahead."""
-        return self._lookups.arriving(rid)
+    def _worth(self, rid: str, tokens: int, lengths: list[int], places: Places) -> int:
+        page = self.pools[PoolName.KV].view.page_size
+        if tokens:
+            before = max(0, (tokens - 1) // page - len(places)) * page  # the last token is always computed
+            self._tier.timing.announce(rid, before, tokens - before)
+        return self._tier.worth_loading(lengths, places, rid)
+
+    def arriving(self, rid: str, tokens: int = 0) -> AbstractContextManager[None]:
+        """While this context lasts, `lookup` of this request only notes what is to be read ahead: what is worth it for a
+        prompt of so many `tokens`, all of it where that is not known."""
+        return self._lookups.arriving(rid, tokens)
 
     def arrive(self, rid: str, depth: int) -> None:
         """The request waits for admission now; the device holds the first `depth` pages of its prompt."""

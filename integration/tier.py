@@ -124,14 +124,20 @@ class Tier:
         pool = self._pools.get(name)
         return pool is not None and pool.view.sharded
 
-    def worth_loading(self, lengths: Sequence[int], places: Places) -> int:
+    def worth_loading(self, lengths: Sequence[int], places: Places, rid: str | None = None) -> int:
         """Of the numbers of pages that can be restored (ascending), the one with which the request starts soonest.
-        `places`: (n,) where each page of the prefix is."""
+        `places`: (n,) where each page of the prefix is; `rid`: as of Timing.pages."""
         anchor = self._pools.get(PoolName.KV)
         if anchor is None:
             return lengths[-1] if lengths else 0
         nbytes = anchor.view.page_bytes or sum(pool.view.page_bytes for pool in self._pools.values())
-        return self.timing.pages(lengths, anchor.view.page_size, nbytes, np.cumsum(places == PEER).tolist())
+        return self.timing.pages(lengths, anchor.view.page_size, nbytes, np.cumsum(places == PEER).tolist(), rid)
+
+    def moved(self, nbytes: int, seconds: float) -> None:
+        """A get of this thread took so long; 0 bytes: not all of it came. What it waited for the fleet is told apart."""
+        received = self.store.take_received()
+        self.timing.received(*received)
+        self.timing.loaded(nbytes - received.nbytes, seconds - received.seconds)
 
     def clear(self) -> int:
         """Remove the objects of this rank's namespaces; how many."""

@@ -46,7 +46,7 @@ def _arrived(_: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Non
     if linker is None or scheduler.disaggregation_mode.value == "decode" or req.finished():
         return
     try:
-        with linker.arriving(req.rid):
+        with linker.arriving(req.rid, len(req.origin_input_ids) + len(req.output_ids)):
             req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
         linker.arrive(req.rid, req.prefix_len // scheduler.page_size)
     except Exception:

@@ -19,10 +19,15 @@ from tutti_sglang.integration.direct.preload import Preloader, Waiting, Wanted
 from tutti_sglang.integration.direct.room import Place
 from tutti_sglang.integration.prefix import restorable
 from tutti_sglang.integration.stored import Found, StoredPool
-from tutti_sglang.store import ABSENT
+from tutti_sglang.store import ABSENT, Places
 
 FRESH_SECONDS = 0.5
 """How long an answer from the index is given again: SGLang asks at every pass of its scheduler."""
+
+
+Worth = Callable[[str, int, list[int], Places], int]
+"""Request, tokens of its prompt (0: not known), numbers of pages that can be restored, where each page is → how many to
+load: one of the numbers, or 0."""
 
 
 class _Answer(NamedTuple):
@@ -32,18 +37,21 @@ class _Answer(NamedTuple):
 
 
 class Lookups:
-    """On the scheduler thread only. `streams`: whether pages that are not staged can be read into their slots."""
+    """On the scheduler thread only. `streams`: whether pages that are not staged can be read into their slots; `worth`:
+    what of a prefix is read ahead."""
 
-    def __init__(self, pools: Callable[[str], StoredPool], preloader: Preloader | None, *, streams: bool) -> None:
-        self._pools, self._preloader, self._streams = pools, preloader, streams
+    def __init__(
+        self, pools: Callable[[str], StoredPool], preloader: Preloader | None, worth: Worth, *, streams: bool
+    ) -> None:
+        self._pools, self._preloader, self._worth, self._streams = pools, preloader, worth, streams
         self._answers: dict[str, _Answer] = {}
-        self._arriving = ""
+        self._arriving, self._tokens = "", 0
         self.tail: list[str] = []
 
     @contextmanager
-    def arriving(self, rid: str) -> Iterator[None]:
-        """The lookup of this request is its first: nothing is reported yet."""
-        self._arriving, self.tail = rid, []
+    def arriving(self, rid: str, tokens: int) -> Iterator[None]:
+        """The lookup of this request, a prompt of so many `tokens`, is its first: nothing is reported yet."""
+        self._arriving, self._tokens, self.tail = rid, tokens, []
         try:
             yield
         finally:
@@ -88,13 +96,11 @@ class Lookups:
             return
         # Without what belongs to the device: a plan outlives this call.
         sides = [replace(each, keys=list(each.keys or ()), device_indices=None) for each in transfers[1:]]
-        if self._pools(PoolName.KV).shares:
-            self._preloader.want(rid, keys, partial(_wanted, keys, sides, partial(self._located, key_bytes(keys))))
-        else:
-            self._preloader.want(rid, keys, _wanted(keys, sides, partial(self._stored, key_bytes(keys))))
+        plan = partial(_wanted, keys, sides, partial(self._located, key_bytes(keys)), partial(self._worth, rid, self._tokens))
+        self._preloader.want(rid, keys, plan if self._pools(PoolName.KV).shares else plan())
 
-    def _located(self, keys: bytes, name: str) -> Found:
-        return np.asarray(self._pools(name).locate(keys) != ABSENT)
+    def _located(self, keys: bytes, name: str) -> Places:
+        return self._pools(name).locate(keys)
 
     def _stored(self, keys: bytes, name: str) -> Found:
         return self._pools(name).lookup(keys)
@@ -105,10 +111,16 @@ class Lookups:
         return found | self._stored(key_bytes(keys), name) if streams and not found.all() else found
 
 
-def _wanted(keys: list[str], sides: list[PoolTransfer], found: Callable[[str], Found]) -> Wanted:
-    """The pages of each pool that let most of the prefix be restored."""
-    pages, _ = restorable(found, sides)
-    length = pages[-1] if pages else 0
+def _wanted(
+    keys: list[str],
+    sides: list[PoolTransfer],
+    located: Callable[[str], Places],
+    worth: Callable[[list[int], Places], int],
+) -> Wanted:
+    """The pages of each pool that let as much of the prefix be restored as is worth it."""
+    places = located(PoolName.KV)
+    pages, _ = restorable(lambda name: (places if name == PoolName.KV else located(name)) != ABSENT, sides)
+    length = worth(pages, places)
     wanted: Wanted = {PoolName.KV: keys[:length]}
     for side in sides:
         window = length if side.hit_policy == PoolHitPolicy.ALL_PAGES else len(side.keys or ())

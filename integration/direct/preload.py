@@ -59,12 +59,18 @@ class Waiting:
 
 class Preloader:
     """Thread safe. `pools`: name → where its pages are stored, asked anew for each piece, since new weights change it;
-    `report`: what to do with an exception."""
+    `report`: what to do with an exception; `moved`: is told what a read brought, in bytes and seconds, 0 bytes where not
+    all came."""
 
     def __init__(
-        self, room: Room, pools: Callable[[str], StoredPool], metrics: Metrics, report: Callable[[Exception], None]
+        self,
+        room: Room,
+        pools: Callable[[str], StoredPool],
+        metrics: Metrics,
+        report: Callable[[Exception], None],
+        moved: Callable[[int, float], None] = lambda nbytes, seconds: None,
     ) -> None:
-        self._room, self._pools, self._metrics, self._report = room, pools, metrics, report
+        self._room, self._pools, self._metrics, self._report, self._moved = room, pools, metrics, report, moved
         self._changed = threading.Condition()
         self._waiting: dict[str, Waiting] = {}
         self._order: list[str] = []
@@ -224,7 +230,9 @@ class Preloader:
             self._lack(waiting)
             return
         self._starving = None
-        found = pool.read(key_bytes(keys), span.rows, time.monotonic() + READ_SECONDS, IoClass.PRELOAD)
+        start = time.monotonic()
+        found = pool.read(key_bytes(keys), span.rows, start + READ_SECONDS, IoClass.PRELOAD)
+        self._moved(len(keys) * pool.view.page_bytes if found.all() else 0, time.monotonic() - start)
         places = [Place(span, index) for index in range(len(keys))]
         with self._changed:
             if waiting.gone or not waiting.todo or waiting.todo[0][1] is not keys:

@@ -175,12 +175,20 @@ def offload(linker: TuttiLinker, names: list[str], pages: list[int], **side: lis
 
 
 class Request:
-    """A request whose prompt has these pages. `window`: pages of the side pool `side`, if there is one."""
+    """A request whose prompt has these pages. `window`: pages of the side pool `side`, if there is one; `tokens`: of the
+    whole prompt, 0: nobody says."""
 
     def __init__(
-        self, linker: TuttiLinker, rid: str, names: list[str], window: int = 0, side: PoolName = PoolName.SWA
+        self,
+        linker: TuttiLinker,
+        rid: str,
+        names: list[str],
+        window: int = 0,
+        side: PoolName = PoolName.SWA,
+        tokens: int = 0,
     ) -> None:
         self.linker, self.rid, self.names, self.window, self.side = linker, rid, names, window, side
+        self.tokens = tokens
 
     def transfers(self, count: int, places: dict[str, list[int]] | None = None) -> list[PoolTransfer]:
         """Of the first `count` pages; with `places` into these pages of each pool."""
@@ -194,7 +202,7 @@ class Request:
 
     def arrive(self) -> "Request":
         """It joins the queue."""
-        with self.linker.arriving(self.rid):
+        with self.linker.arriving(self.rid, self.tokens):
             assert self.lookup() == 0
         self.linker.arrive(self.rid, 0)
         return self

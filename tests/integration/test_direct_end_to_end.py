@@ -30,7 +30,7 @@ def store(drive: Path) -> Iterator[Path]:
 
 def direct(store: Path, *flags: str, ranks: int = 1) -> Launch:
     """A server with the direct path."""
-    settings = extra(store, path="direct")
+    settings = extra(store, path="direct", break_even="off")
     return Launch(flags=hicache("tutti", "--enable-metrics", *CHUNK, *flags, extra=settings), ranks=ranks)
 
 
