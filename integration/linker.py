@@ -127,8 +127,8 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
         return self._tier.worth_loading(lengths, places, rid)
 
     def arriving(self, rid: str, tokens: int = 0) -> AbstractContextManager[None]:
-        """While this context lasts, `lookup` of this request only notes what is to be read ahead: what is worth it for a
-        prompt of so many `tokens`, all of it where that is not known."""
+        """While this context lasts, `lookup` of this request only notes what is to be read ahead: what is worth it for
+        a prompt of so many `tokens`, all of it where that is not known."""
         return self._lookups.arriving(rid, tokens)
 
     def arrive(self, rid: str, depth: int) -> None:

@@ -134,7 +134,7 @@ class Tier:
         return self.timing.pages(lengths, anchor.view.page_size, nbytes, np.cumsum(places == PEER).tolist(), rid)
 
     def moved(self, nbytes: int, seconds: float) -> None:
-        """A get of this thread took so long; 0 bytes: not all of it came. What it waited for the fleet is told apart."""
+        """A get of this thread took so long; 0 bytes: not all came. What it waited for the fleet is told apart."""
         received = self.store.take_received()
         self.timing.received(*received)
         self.timing.loaded(nbytes - received.nbytes, seconds - received.seconds)

@@ -96,7 +96,8 @@ class Lookups:
             return
         # Without what belongs to the device: a plan outlives this call.
         sides = [replace(each, keys=list(each.keys or ()), device_indices=None) for each in transfers[1:]]
-        plan = partial(_wanted, keys, sides, partial(self._located, key_bytes(keys)), partial(self._worth, rid, self._tokens))
+        worth = partial(self._worth, rid, self._tokens)
+        plan = partial(_wanted, keys, sides, partial(self._located, key_bytes(keys)), worth)
         self._preloader.want(rid, keys, plan if self._pools(PoolName.KV).shares else plan())
 
     def _located(self, keys: bytes, name: str) -> Places:

@@ -59,8 +59,8 @@ class Waiting:
 
 class Preloader:
     """Thread safe. `pools`: name → where its pages are stored, asked anew for each piece, since new weights change it;
-    `report`: what to do with an exception; `moved`: is told what a read brought, in bytes and seconds, 0 bytes where not
-    all came."""
+    `report`: what to do with an exception; `moved`: is told what a read brought, in bytes and seconds, 0 bytes where
+    not all came."""
 
     def __init__(
         self,

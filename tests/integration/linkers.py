@@ -175,8 +175,8 @@ def offload(linker: TuttiLinker, names: list[str], pages: list[int], **side: lis
 
 
 class Request:
-    """A request whose prompt has these pages. `window`: pages of the side pool `side`, if there is one; `tokens`: of the
-    whole prompt, 0: nobody says."""
+    """A request whose prompt has these pages. `window`: pages of the side pool `side`, if there is one; `tokens`: of
+    the whole prompt, 0: nobody says."""
 
     def __init__(
         self,
