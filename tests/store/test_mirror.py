@@ -218,12 +218,17 @@ def statements(index: Index) -> list[str]:
     return asked
 
 
-def test_where_nothing_was_changed_nobody_asks_again_and_every_change_is_seen(tmp_path: Path) -> None:
-    other, space = filled(tmp_path)
+def looked_at(path: Path) -> tuple[Index, Index, int, bytes, np.ndarray]:
+    """An index with 20 objects, the same with a table that has looked at them, space, keys and slots."""
+    other, space = filled(path)
     keys, records = stored(other, space, 20)
-    mirrored = open_mirrored(tmp_path)
-    slots = records["slot"].astype(np.int64)
+    mirrored, slots = open_mirrored(path), records["slot"].astype(np.int64)
     assert (mirrored.locate(space, keys) == slots).all()
+    return other, mirrored, space, keys, slots
+
+
+def test_where_nothing_was_changed_nobody_asks_again_and_every_change_is_seen(tmp_path: Path) -> None:
+    other, mirrored, space, keys, slots = looked_at(tmp_path)
     asked = statements(mirrored)
     for _ in range(5):
         assert (mirrored.locate(space, keys + new_keys(2)) == [*slots, NO_SLOT, NO_SLOT]).all()
@@ -244,11 +249,7 @@ def test_who_puts_asks_only_now_and_then_but_knows_its_own_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror, "LATELY", 1000.0)
-    other, space = filled(tmp_path)
-    keys, records = stored(other, space, 20)
-    mirrored = open_mirrored(tmp_path)
-    slots = records["slot"].astype(np.int64)
-    assert (mirrored.locate(space, keys) == slots).all()
+    other, mirrored, space, keys, slots = looked_at(tmp_path)
     asked = statements(mirrored)
     other.delete(space, keys[:KEY_SIZE], slots[:1])
     assert (mirrored.locate(space, keys, lately=True) == slots).all()

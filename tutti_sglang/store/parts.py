@@ -53,6 +53,11 @@ class Parts:
     gone: threading.Event = field(default_factory=threading.Event)
 
     @property
+    def capacity(self) -> int:
+        """Bytes that the store may use, on all drives."""
+        return sum(drive.limit for drive in self.drives.values())
+
+    @property
     def verifying(self) -> bool:
         """Whether objects carry checksums and are compared with them."""
         return self.config.checksum == "on"

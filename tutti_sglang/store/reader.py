@@ -64,9 +64,14 @@ class Request(NamedTuple):
         return self.space.id, self.slots.tobytes() + which, self.roots.tobytes()
 
     @property
+    def strides(self) -> _Which:
+        """(t,) bytes that each tensor occupies in staging and on a drive."""
+        return self.space.strides if self.tensors is None else self.space.strides[self.tensors]
+
+    @property
     def size(self) -> int:
         """Bytes of staging for one object."""
-        return self.space.object_size if self.tensors is None else int(self.space.strides[self.tensors].sum())
+        return self.space.object_size if self.tensors is None else int(self.strides.sum())
 
     @property
     def sizes(self) -> _Which:
@@ -154,8 +159,7 @@ class Reader:
         """Whether the drives can write a read that nobody verifies where it is wanted."""
         if self._verify or not self.ahead.possible or len(request.slots) * request.size < STRAIGHT_BYTES:
             return False
-        strides = request.space.strides if request.tensors is None else request.space.strides[request.tensors]
-        return bool((strides == request.sizes).all()) and not (request.rows & np.uint64(PAGE - 1)).any()
+        return bool((request.strides == request.sizes).all()) and not (request.rows & np.uint64(PAGE - 1)).any()
 
     def _into_rows(self, request: Request) -> Codes:
         """No byte is copied. What the drives have begun is waited for, however long it takes: it is SGLang's memory."""

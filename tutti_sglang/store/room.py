@@ -35,8 +35,7 @@ class Room:
         self._parts = parts
         self._growth = growth
         self._evictor = evictor
-        capacity = sum(drive.limit for drive in parts.drives.values())
-        self._lease_bytes = min(LEASE_BYTES, capacity // LEASE_SHARE)
+        self._lease_bytes = min(LEASE_BYTES, parts.capacity // LEASE_SHARE)
         self._leases: dict[int, SlotLease] = {}
         self._oldest = 0  # `_everybody_reached` some time ago: it only grows, and finding out takes a while
         self._scarce = False

@@ -24,7 +24,7 @@ class StoreStats(NamedTuple):
         """What they are now; `usage`: as it was counted last."""
         return cls(
             segment_bytes=sum(parts.segments.used().values()),
-            capacity=sum(drive.limit for drive in parts.drives.values()),
+            capacity=parts.capacity,
             objects=usage.used,
             free_slots=usage.free + usage.settling,
             accepted=len(parts.accepted),

@@ -48,7 +48,7 @@ class StraightReads:
         engine = self._engine
         if not isinstance(engine, Straight) or not len(request.slots):
             return False
-        strides = request.space.strides if request.tensors is None else request.space.strides[request.tensors]
+        strides = request.strides
         return (padded or bool((strides == request.sizes).all())) and engine.reaches(request.rows, strides)
 
     def begin(self, request: Request, target: Target, which: Which) -> Begun:

@@ -68,8 +68,7 @@ class Writer:
         self._room = room
         self._publisher = publisher
         self._upkeep = upkeep
-        capacity = sum(drive.limit for drive in parts.drives.values())
-        self._load_bytes = min(LOAD_BYTES, capacity // 8, parts.staging.size // 4)
+        self._load_bytes = min(LOAD_BYTES, parts.capacity // 8, parts.staging.size // 4)
         self._flying: deque[_Load] = deque()
         self._owed: list[tuple[Ticket, Slots]] = []
         self._once: deque[Callable[[], None]] = deque()
