@@ -62,17 +62,19 @@ def test_closed_regions_are_unmapped() -> None:
     assert mapped() - before < 64 << 20
 
 
-def test_a_forked_child_does_not_get_the_region() -> None:
-    region = Region(PAGE)
+def test_a_forked_child_finds_zeros_and_loses_nothing_of_its_own_when_it_forgets_the_region() -> None:
+    region = Region(HUGE_PAGE)
+    region.view[:] = 7
     child = os.fork()
     if not child:
-        try:
-            with open("/proc/self/maps") as file:
-                ranges = [line.split()[0].split("-") for line in file]
-            os._exit(any(int(low, 16) <= region.address < int(high, 16) for low, high in ranges))
-        finally:
-            os._exit(2)
+        wiped = not region.view.any()
+        own = [mmap.mmap(-1, HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(8)]
+        region.close()
+        for each in own:
+            each[:] = bytes(HUGE_PAGE)  # a signal where it is gone
+        os._exit(0 if wiped else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (region.view == 7).all()
 
 
 def test_view_shares_memory() -> None:

@@ -16,6 +16,7 @@ from tutti_sglang.units import align_up
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 
+_MADV_WIPEONFORK = 18  # Linux 4.14; Python has no name for it
 _CHUNK = 256 << 10  # bytes gathered and scattered at a time: half of a small L2 cache holds them
 _LARGE_ROW = 64 << 10  # from here on one memmove per row beats gathering
 
@@ -30,8 +31,9 @@ def zeros(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 class Region:
     """Anonymous memory, zeroed, aligned to 4 KiB (2 MiB when it is that large), in huge pages where there are any.
 
-    A forked child does not get it: copy-on-write of a page that a drive is writing to would tear it (open(2), O_DIRECT
-    and fork).
+    A forked child finds zeros there: copy-on-write of a page that a drive is writing to would tear it (open(2), O_DIRECT
+    and fork). It is still the child's to unmap (madvise(2), MADV_WIPEONFORK): with a hole instead, the child that
+    forgets the region would unmap whatever of its own had come to lie there.
     """
 
     def __init__(self, size: int) -> None:
@@ -40,7 +42,7 @@ class Region:
         self.size = align_up(size, PAGE)
         alignment = HUGE_PAGE if self.size >= HUGE_PAGE else PAGE
         memory = mmap.mmap(-1, self.size + alignment - PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
             with contextlib.suppress(OSError):  # a kernel built without it; the memory serves as well
                 memory.madvise(advice)
         start = np.frombuffer(memory, dtype=np.uint8)

@@ -5,6 +5,7 @@ so that ranks can be made slow, failing or poor one by one.
 """
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -72,6 +73,7 @@ def _run(
     place: dict[str, int],
     flags: dict[str, Any],
 ) -> None:
+    faulthandler.enable(2)  # the stack of a rank that dies of a signal belongs to its test's output
     try:
         torch.set_num_threads(1)  # OpenMP's threads did not come along with the fork
         rank = Rank(number, place, model, mla=mla, **flags)

@@ -35,7 +35,6 @@ class SharedMemory:
             mapped = mmap.mmap(self.fd, self.size)
         except OSError as error:
             raise StoreError(f"peer: no {format_size(size)} of shared memory: {error}", "Lower peer.memory") from error
-        mapped.madvise(mmap.MADV_DONTFORK)
         self._view = np.frombuffer(mapped, dtype=np.uint8)
         self.address = self._view.ctypes.data
         self._changed = threading.Condition()
