@@ -1,5 +1,6 @@
 """Keys and records: the index tells the truth about objects, to all processes."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,20 @@ def test_each_batch_is_one_statement(index: Index, space: int) -> None:
         seen.clear()
         look(space, keys)
         assert len(seen) == 1
+
+
+def test_batches_are_cut_from_bytes_and_never_from_text(index: Index, space: int) -> None:
+    """In a text SQLite counts characters from its start for every piece: 2,048 objects took 30 ms instead of 7."""
+    slots = slots_of(index.lease("me", space, 8, EVER))
+    keys, seen = new_keys(8), list[str]()
+    for connection in (index._writer, *index._readers):
+        connection.set_trace_callback(seen.append)
+    assert index.publish("me", space, keys, new_records(slots)).all()
+    index.lookup(space, keys)
+    assert index.delete(space, keys, slots).all()
+    cut = [argument for text in seen for argument in re.findall(r"substr\((..)", text)]
+    assert len(cut) >= 5
+    assert set(cut) == {"x'"}
 
 
 def test_the_first_publisher_of_a_key_wins_and_the_slot_of_the_other_stays_its_own(index: Index, space: int) -> None:

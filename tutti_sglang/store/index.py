@@ -272,10 +272,10 @@ def _order(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.argsort(values) if len(values) >= _SORTED_FROM else np.arange(len(values))
 
 
-def _digits(namespace: int, keys: bytes) -> str:
-    """The n marks, _MARK characters each."""
+def _digits(namespace: int, keys: bytes) -> bytes:
+    """The n marks, _MARK digits each. As bytes: for each piece of a text SQLite counts characters from the start."""
     found = marks(namespace, keys).view(np.int64).tolist()
-    return f"%{_MARK}d" * len(found) % tuple(found)
+    return (f"%{_MARK}d" * len(found) % tuple(found)).encode()
 
 
 def _ids(namespace: int, keys: bytes, order: npt.NDArray[np.int64] | None = None) -> bytes:
