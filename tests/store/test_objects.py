@@ -81,7 +81,7 @@ def test_random_puts_gets_and_lookups_never_give_wrong_bytes(disk: Path) -> None
             assert all((ns, page) in put_at for page, found in zip(pages, get(store, ns, *pages), strict=True) if found)
             claimed = lookup(store, ns, *pages)
             assert all((ns, page) in put_at for page, found in zip(pages, claimed, strict=True) if found)
-    assert store.stats().objects > 0
+    assert eventually(lambda: store.stats().objects > 0)
     close_good(store)
 
 

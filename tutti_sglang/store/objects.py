@@ -74,13 +74,16 @@ class ObjectStore:
         self._upkeep = Upkeep(self._parts, self._room, self._growth, self._publisher, evictor)
         self._getter = Getter(self._parts)
         self._putter = Putter(self._parts)
-        self._writer = Writer(self._parts, self._room, self._publisher, [self._upkeep.tick, self._getter.tidy])
+        self._writer = Writer(self._parts, self._room, self._publisher, self._due)
         self._calls = Calls()
         self._closing = threading.Lock()
         self._closed = self._released = False
         self.fleet: Fleet | None = self._join_fleet()
         self._upkeep.begin()
         self._writer.start()
+
+    def _due(self) -> list[Callable[[], None]]:
+        return [*self._upkeep.due(), self._getter.tidy]
 
     def _join_fleet(self) -> Fleet | None:
         try:

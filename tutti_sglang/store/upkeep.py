@@ -28,7 +28,7 @@ SHRINK_SECONDS = 10.0
 
 
 class Upkeep:
-    """`tick` is called about twice a second; each duty is tried each time, whatever became of the others."""
+    """`due` is asked about twice a second; each duty is tried each time, whatever became of the others."""
 
     def __init__(self, parts: Parts, room: Room, growth: Growth, publisher: Publisher, evictor: Evictor) -> None:
         self.usage = Usage(0, 0, 0, 0, 0)
@@ -41,24 +41,24 @@ class Upkeep:
         self._index_file = identity(str(parts.config.index_path), INDEX)
         self._next_slow = self._next_shrink = time.monotonic()
 
-    def tick(self) -> None:
-        """Do what is due."""
+    def due(self) -> list[Callable[[], None]]:
+        """What is to be done now, in this order. None of it raises."""
         duties: list[Callable[[], object]] = [self._notice_deletion, self._revival.tick]
         if not self._parts.gone.is_set():
             duties += [self._publisher.clean, self._room.settle, self._room.rest, self._drop_lost, self._count]
             duties += [self._settle] if self.usage.settling else []
-            duties += [partial(self.purge, time.monotonic() + PURGE_SECONDS)]
-            duties += [partial(self._parts.index.mirror, time.monotonic() + MIRROR_SECONDS)]
+            duties += [self._purge, self._mirror]
             if time.monotonic() >= self._next_slow:
                 self._next_slow = time.monotonic() + SLOW_SECONDS
                 duties += [self.reclaim, self._parts.segments.refresh, self._make_space, self._evictor.trim]
                 duties += [self._parts.hits.flush, self._parts.admission.flush]
-        self._do(duties)
+        return [partial(self._do, duty) for duty in duties]
 
     def begin(self) -> None:
         """What dead owners held is free before anything is leased, unless the index cannot be written to now. The table
         in memory of a small store is there from the start."""
-        self._do([self.reclaim, self._parts.admission.flush, partial(self._parts.index.mirror, 0.0)])
+        for duty in (self.reclaim, self._parts.admission.flush, partial(self._parts.index.mirror, 0.0)):
+            self._do(duty)
 
     def purge(self, until: float) -> None:
         """Free the room of what was cleared, whoever did it; the rest another time. StoreError."""
@@ -70,12 +70,17 @@ class Upkeep:
         if began:
             self._parts.segments.refresh()
 
-    def _do(self, duties: list[Callable[[], object]]) -> None:
-        for duty in duties:
-            try:
-                duty()
-            except (StoreError, OSError) as error:
-                self._parts.reporter.warn(f"upkeep {type(error).__name__}", str(error))
+    def _purge(self) -> None:
+        self.purge(time.monotonic() + PURGE_SECONDS)
+
+    def _mirror(self) -> None:
+        self._parts.index.mirror(time.monotonic() + MIRROR_SECONDS)
+
+    def _do(self, duty: Callable[[], object]) -> None:
+        try:
+            duty()
+        except (StoreError, OSError) as error:
+            self._parts.reporter.warn(f"upkeep {type(error).__name__}", str(error))
 
     def reclaim(self) -> int:
         """Free what dead owners held; how many slots. StoreError, OSError."""

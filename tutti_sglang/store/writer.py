@@ -36,7 +36,11 @@ WRITE_SECONDS = 20.0
 """A drive that has not answered a write by then is out of service, and the object is lost."""
 
 TICK_SECONDS = 0.5
-"""How often `upkeep` is called."""
+"""How often `upkeep` is asked what is due."""
+OVERDUE_SECONDS = 1.0
+"""For so long duties give way to what is to be written: beside a busy Python thread all of them take 200 ms."""
+
+Duties = list[Callable[[], None]]
 
 _AGAIN = [errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EINVAL, *FULL]
 """Worth one more attempt."""
@@ -63,7 +67,8 @@ class _Load:
 class Writer:
     """Takes parcels from `parts.accepted` until `stop`."""
 
-    def __init__(self, parts: Parts, room: Room, publisher: Publisher, upkeep: list[Callable[[], None]]) -> None:
+    def __init__(self, parts: Parts, room: Room, publisher: Publisher, upkeep: Callable[[], Duties]) -> None:
+        """`upkeep`: what is due, on this thread, between two loads."""
         self._parts = parts
         self._room = room
         self._publisher = publisher
@@ -72,7 +77,8 @@ class Writer:
         self._flying: deque[_Load] = deque()
         self._owed: list[tuple[Ticket, Slots]] = []
         self._once: deque[Callable[[], None]] = deque()
-        self._next_tick = 0.0
+        self._due: deque[Callable[[], None]] = deque()
+        self._next_tick = self._overdue_at = 0.0
         self._stop_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="tutti-writer", daemon=True)
 
@@ -97,10 +103,16 @@ class Writer:
             while self._once:
                 self._survive(self._once.popleft())
             self._survive(self._step)
-            if time.monotonic() >= self._next_tick:
-                self._next_tick = time.monotonic() + TICK_SECONDS
-                for duty in (self._sweep, *self._upkeep):
-                    self._survive(duty)
+            self._survive(self._keep_up)
+
+    def _keep_up(self) -> None:
+        """One duty, unless something is to be written."""
+        now = time.monotonic()
+        if not self._due and now >= self._next_tick:
+            self._next_tick, self._overdue_at = now + TICK_SECONDS, now + OVERDUE_SECONDS
+            self._due.extend((self._sweep, *self._upkeep()))
+        if self._due and (now >= self._overdue_at or not self._parts.accepted.open):
+            self._due.popleft()()
 
     def _survive(self, act: Callable[[], None]) -> None:
         try:
@@ -121,7 +133,7 @@ class Writer:
     def _step(self) -> None:
         if len(self._flying) < (LOADS_IN_FLIGHT if self._parts.window.quiet else 1):
             stopping = self._stop_at is not None
-            since = self._parts.accepted.oldest(0.0 if self._flying or stopping else TICK_SECONDS)
+            since = self._parts.accepted.oldest(0.0 if self._flying or self._due or stopping else TICK_SECONDS)
             if since is not None:
                 hurry = stopping or self._parts.accepted.urgent
                 with self._parts.window.turn(self._parts.window.drives, since, hurry=hurry) as mine:
