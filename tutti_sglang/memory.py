@@ -31,9 +31,9 @@ def zeros(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 class Region:
     """Anonymous memory, zeroed, aligned to 4 KiB (2 MiB when it is that large), in huge pages where there are any.
 
-    A forked child finds zeros there: copy-on-write of a page that a drive is writing to would tear it (open(2), O_DIRECT
-    and fork). It is still the child's to unmap (madvise(2), MADV_WIPEONFORK): with a hole instead, the child that
-    forgets the region would unmap whatever of its own had come to lie there.
+    A forked child finds zeros there: copy-on-write of a page that a drive is writing to would tear it (open(2), on
+    O_DIRECT and fork). It is still the child's to unmap (madvise(2), MADV_WIPEONFORK): with a hole instead, the child
+    that forgets the region would unmap whatever of its own had come to lie there.
     """
 
     def __init__(self, size: int) -> None:
