@@ -6,6 +6,7 @@ SGLang's own CPU engine needs kernels that the wheel does not carry.
 
 from typing import Any
 
+import torch
 from sglang.srt.environ import envs
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -46,6 +47,9 @@ class TuttiCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def init_backend(self) -> None:
         """In each worker, before any pool exists."""
+        # SGLang's attention computes with queries that nobody wrote, too (torch_native_backend.py:122). Where their
+        # memory holds denormals, a pass takes 80 times as long. Threads that PyTorch starts from now on take it over.
+        torch.set_flush_denormal(True)
         cpu_transfer.install()
         cpu_mamba.install()
         from tutti_sglang.integration import cpu_attention, cpu_ranks  # of classes that ask for the platform

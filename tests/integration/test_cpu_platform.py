@@ -143,6 +143,13 @@ def test_the_platform_is_sglangs_cpu_but_for_what_it_cannot_run() -> None:
     assert vars(args) == {"attention_backend": "torch_native", "page_size": 1}
 
 
+def test_numbers_that_are_as_good_as_zero_cost_no_time_in_any_thread(tmp_path: Path) -> None:
+    pytest.importorskip("sglang", reason="SGLang is not installed")
+    code = "from sglang.srt.platforms import current_platform as c; c.init_backend(); import torch;"
+    code += "print((torch.full((1 << 22,), 1e-40) * 1).count_nonzero().item())"
+    assert _python(code, cpu_environment(os.environ, write_site(tmp_path))) == "0"
+
+
 def test_ranks_share_the_cores(tmp_path: Path) -> None:
     environ = cpu_environment({"PYTHONPATH": "/other"}, tmp_path, ranks=3)
     cores = sorted(os.sched_getaffinity(0))

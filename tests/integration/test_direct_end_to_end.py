@@ -34,6 +34,13 @@ def direct(store: Path, *flags: str, ranks: int = 1) -> Launch:
     return Launch(flags=hicache("tutti", "--enable-metrics", *CHUNK, *flags, extra=settings), ranks=ranks)
 
 
+def by_name(backend: str, config: dict[str, object], *flags: str, ranks: int = 1) -> Launch:
+    """The same through SGLang's own flags of an external linker."""
+    named = ("--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", backend)
+    settings = ("--unified-cache-external-linker-config", json.dumps(config))
+    return Launch(flags=(*named, *settings, "--enable-metrics", *CHUNK, *flags), ranks=ranks)
+
+
 def _sum(metrics: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", metrics, re.M))
 
@@ -82,7 +89,7 @@ def _abort_while_waiting(url: str, prompts: list[str]) -> None:
 
 
 def test_two_ranks_without_overlap_load_their_own_halves(servers: Servers, store: Path) -> None:
-    server = servers.get(direct(store, "--disable-overlap-schedule", ranks=2))
+    server = servers.get(by_name("tutti", extra(store, break_even="off"), "--disable-overlap-schedule", ranks=2))
     first = server.generate(LONG)
     assert first.storage == 0, "pages of one rank are other objects"
     server.flush()
@@ -90,4 +97,19 @@ def test_two_ranks_without_overlap_load_their_own_halves(servers: Servers, store
     server.flush()
     many = server.generate_many([LONG, "Twice. " + LONG])
     from_storage(many[0], first)
+    servers.close()
+
+
+@pytest.mark.matrix
+def test_a_server_that_loads_the_linker_by_its_module_serves_what_the_others_stored(
+    servers: Servers, store: Path
+) -> None:
+    told = servers.get(direct(store)).generate("Told by name. " + PROMPT)
+    module = {"linker": "TuttiLinker", "linker_module_path": "tutti_sglang.integration.linker"}
+    server = servers.get(by_name("dynamic", {**module, "linker_extra_config": extra(store, break_even="off")}))
+    from_storage(server.generate("Told by name. " + PROMPT), told)
+    new = server.generate("Told to the module. " + PROMPT)
+    server.flush()
+    from_storage(server.generate("Told to the module. " + PROMPT), new)
+    assert _sum(server.call("/metrics"), "tutti_call_errors_total") == 0
     servers.close()
