@@ -308,6 +308,33 @@ def test_what_is_abandoned_keeps_the_memory_that_a_drive_still_owns(rig, start):
     assert (rows.view == before).all()
 
 
+def test_tickets_that_another_thread_claims_meanwhile_are_not_looked_at(rig, start, monkeypatch):
+    """Who waits for one looks through all; what was read ahead is the library's again once it is asked for."""
+    what, engine = objects(12), start()
+    if not isinstance(engine, UringEngine):
+        pytest.skip("this engine reads nothing ahead")
+    rows = room(what)
+    whole = request_for(rig, rows, what, 4, 3)
+    now = whole._replace(objects=what.some(np.arange(4)), rows=whole.rows[:4], lanes=whole.lanes[:1])
+    ahead = whole._replace(objects=what.some(np.arange(4, 12)), rows=None, lanes=whole.lanes[1:])
+    begun = read(engine, now, None, ahead).begun
+    assert len(begun.tickets) == 2
+    done, claimed = engine.library.tutti_ticket_done, []
+
+    def looking(handle):
+        assert handle
+        found = done(handle)
+        if not claimed:
+            claimed.append(True)
+            claimed.append(read(engine, ahead._replace(rows=whole.rows[4:]), begun))
+        return found
+
+    monkeypatch.setattr(engine.library, "tutti_ticket_done", looking)
+    read(engine, now)
+    assert (claimed[1].states == State.WHOLE).all()
+    assert all(same(rig, rows, what, number) for number in range(12))
+
+
 def test_what_is_written_is_on_the_drives(rig, start):
     what, engine = objects(24), start()
     base = object_addresses(rig.region.address, 24, OBJECT)

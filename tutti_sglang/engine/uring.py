@@ -291,7 +291,8 @@ class UringEngine:
     def _sweep(self) -> None:
         """Let go of what is done and nobody has waited for."""
         for ticket in list(self._live.values()):
-            if self.library.tutti_ticket_done(ticket.handle):
+            # Another thread may have given one away meanwhile, though not between these two: the call keeps the GIL.
+            if ticket.handle and self.library.tutti_ticket_done(ticket.handle):
                 self._forget(ticket)
 
     def _forget(self, ticket: _NativeTicket) -> None:
