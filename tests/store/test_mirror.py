@@ -14,6 +14,7 @@ from tutti_sglang.store import allocation, mirror
 from tutti_sglang.store.index import Index
 from tutti_sglang.store.keys import KEY_SIZE, split
 from tutti_sglang.store.slots import NO_SLOT
+from tutti_sglang.store.table import Table
 
 
 def open_mirrored(path: Path) -> Index:
@@ -243,6 +244,30 @@ def test_where_nothing_was_changed_nobody_asks_again_and_every_change_is_seen(tm
     asked.clear()
     assert (mirrored.locate(space, keys + more) == NO_SLOT).all()
     assert not asked
+
+
+def test_a_table_that_was_made_anew_during_a_look_is_not_taken_for_what_was_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, mirrored, space, keys, slots = looked_at(tmp_path)
+    merged = Table.merged
+
+    def meanwhile(old: Table) -> Table:
+        new = merged(old)
+        other.delete(space, keys[:KEY_SIZE], slots[:1])
+        assert mirrored.locate(space, keys)[0] == NO_SLOT
+        return new
+
+    monkeypatch.setattr("tutti_sglang.store.table.MERGE_AT", 1)
+    monkeypatch.setattr(Table, "merged", meanwhile)
+    stored(other, space, 2)
+    before = mirrored.table
+    mirrored.mirror(0)
+    assert mirrored.table is not before
+    for _ in range(2):
+        assert (mirrored.locate(space, keys) == [NO_SLOT, *slots[1:]]).all()
+    mirrored.close()
+    other.close()
 
 
 def test_who_puts_asks_only_now_and_then_but_knows_its_own_changes(

@@ -164,7 +164,7 @@ class Index(Mirror):
         if slots is None:
             return None
         moment = Moment(epoch, clearing)
-        self._look = Look(moment, header, changes, now)
+        self._look = Look(moment, news[0], header, changes, now)
         return moment, slots
 
     def _lookup_by_table(

@@ -63,10 +63,11 @@ class Moment(NamedTuple):
 
 
 class Look(NamedTuple):
-    """The latest one into the index, for the table. `header`: of before; `changes`: of this process, made before;
-    `at`: time.monotonic()."""
+    """The latest one into the index, for the table. `last`: the number of the newest change that it saw; `header`: of
+    before; `changes`: of this process, made before; `at`: time.monotonic()."""
 
     moment: Moment
+    last: int
     header: bytes | None
     changes: int
     at: float
@@ -131,7 +132,9 @@ class Mirror(Registry):
             header = self.state()
             if header is None or header != look.header:
                 return None
-        return look.moment.in_sight(table.guess(wanted)[1])
+        last, slots = table.guess(wanted)
+        # A table that was made anew while one looked at the old one has yet to learn what that one did.
+        return look.moment.in_sight(slots) if last >= look.last else None
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
