@@ -3,11 +3,13 @@ neither faults nor changes make a wrong byte of it."""
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.store.kit import Pages, config, eventually, get, keys, lookup, namespace, put, soon, value
+from tutti_sglang.engine.batch import IN_PROGRESS
 from tutti_sglang.kernels import native
 from tutti_sglang.metrics import Metrics
 from tutti_sglang.store import ahead
@@ -19,8 +21,8 @@ if native.library() is None:
 BATCH = 5
 
 
-def open_store(disk: Path, engine: str = "uring") -> ObjectStore:
-    return ObjectStore(config(disk, engine=engine), metrics=Metrics(CollectorRegistry()))
+def open_store(disk: Path, engine: str = "uring", **changes: Any) -> ObjectStore:
+    return ObjectStore(config(disk, engine=engine, **changes), metrics=Metrics(CollectorRegistry()))
 
 
 def filled(store: ObjectStore, count: int) -> int:
@@ -109,6 +111,44 @@ def test_bytes_that_changed_on_the_drive_are_a_miss_when_read_ahead(disk: Path) 
         assert not any(get(store, ns, *range(start, start + BATCH)))
     assert value(store, "tutti_missed_objects", reason="checksum") == 15
     assert store.close()
+
+
+def test_without_checksums_what_was_read_ahead_is_not_believed_beyond_a_commit(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots belong to other objects while it is read, and to it again when it is asked for."""
+    store, other = open_store(disk, checksum="off"), open_store(disk, checksum="off")
+    ns, same = filled(store, 10), other.attach(namespace())
+    (path,) = disk.rglob("*.seg")
+    reader, meanwhile = store._getter._reader, []
+    own, read = path.read_bytes(), reader.read
+
+    def slowly(*args: Any) -> Any:
+        if meanwhile or args[1] is None:
+            return read(*args)
+        meanwhile.append(put(other, same, 100))
+        assert other.drain(8)
+        now = path.read_bytes()
+        overwrite(path, bytes(len(own)))
+        found = read(*args)
+        (kept,) = reader.ahead._kept
+        for ticket in kept.begun.tickets.values():
+            assert not (store._parts.engine.wait(ticket, 8) == IN_PROGRESS).any()
+        overwrite(path, now)
+        return found
+
+    monkeypatch.setattr(reader, "read", slowly)
+    assert all(get(store, ns, *range(BATCH)))
+    assert meanwhile == [[True]]
+    assert all(get(store, ns, *range(BATCH, 2 * BATCH)))
+    assert batches(store, "begun") > 0
+    assert store.close()
+    assert other.close()
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.write(content)
 
 
 def test_the_rows_of_a_batch_are_written_by_the_call_that_names_them_alone(disk: Path) -> None:

@@ -36,11 +36,12 @@ _NOT_THE_OBJECT = frozenset([CHANGED, EXPIRED, LATE])
 
 
 class Seen(NamedTuple):
-    """(m,) which of some keys can be read, in which slots, with which roots."""
+    """(m,) which of some keys can be read, in which slots, with which roots. `state`: as of Request."""
 
     which: Which
     slots: Slots
     roots: Sums
+    state: bytes | None = None
 
 
 class Getter:
@@ -119,8 +120,9 @@ class Getter:
         if recalled is None or not recalled.sight.readable.any():
             return good
         sight = recalled.sight
-        which, slots, roots = _seen(space, keys, sight)
+        which, slots, roots, _ = _seen(space, keys, sight)
         then = _seen(space, recalled.following, recalled.after)
+        then = then._replace(state=None if self._parts.verifying else recalled.state)
         mine = rows if len(which) == len(rows) else rows[which]
         good[which] = self._read(space, slots, roots, mine, when, then) == GOOD
         if not self._current(recalled):
@@ -150,7 +152,7 @@ class Getter:
         parts, grace = self._parts, self._parts.config.grace_seconds
         with parts.index_drive.reading(grace) as read:
             first = look(parts, space, keys)
-            which, slots, roots = _seen(space, keys, first)
+            which, slots, roots, _ = _seen(space, keys, first)
             found = np.full(len(first.records), GOOD, dtype=np.int32)
             if len(which):
                 found[which] = self._read(space, slots, roots, rows[which], when)
@@ -172,7 +174,8 @@ class Getter:
         every = slots if then is None else np.concatenate([slots, then.slots])
         segments = segments_in(every)
         with self._parts.segments.use(segments, until=deadline) as geometries:
-            whole = Request(space, slots, roots, rows, geometries, klass, deadline)
+            state = None if then is None else then.state
+            whole = Request(space, slots, roots, rows, geometries, klass, deadline, state=state)
             opened = (
                 np.isin(segments_of(every), list(geometries))
                 if len(geometries) < len(segments)

@@ -41,7 +41,8 @@ _Which = npt.NDArray[np.int64]
 class Request(NamedTuple):
     """What to read: (n,) slots; (n, t) addresses to copy to; the maps of all segments.
 
-    `tensors`: (t,) ascending, those to read, None: all; `roots`: (n,) of the row of their checksums, to compare with.
+    `tensors`: (t,) ascending, those to read, None: all; `roots`: (n,) of the row of their checksums, to compare with;
+    `state`: of the index, where that alone says that the slots are still theirs.
     """
 
     space: Space
@@ -52,6 +53,7 @@ class Request(NamedTuple):
     klass: IoClass
     deadline: float
     tensors: _Which | None = None
+    state: bytes | None = None
 
     def some(self, which: _Which) -> "Request":
         """Those objects only."""
@@ -59,9 +61,10 @@ class Request(NamedTuple):
 
     @property
     def name(self) -> tuple[int, bytes, bytes]:
-        """What it is that is read, whoever wants it where; requests for some tensors have none in common."""
+        """What it is that is read, whoever wants it where; requests for some tensors have none in common. Bytes that
+        nothing is compared with are of their moment: the slots may have been another's in between."""
         which = b"" if self.tensors is None else self.tensors.tobytes()
-        return self.space.id, self.slots.tobytes() + which, self.roots.tobytes()
+        return self.space.id, self.slots.tobytes() + which, self.roots.tobytes() + (self.state or b"")
 
     @property
     def strides(self) -> _Which:
