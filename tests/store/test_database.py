@@ -103,6 +103,25 @@ def test_after_fork_the_child_is_refused(index: Index, space: int) -> None:
     assert (index.lookup(space, keys).records == records).all()
 
 
+def test_an_index_that_took_the_place_of_a_deleted_one_is_never_asked(index: Index, space: int) -> None:
+    keys, records = stored(index, space, 4)
+    for path in index.path.parent.glob("index.db*"):
+        path.unlink()
+    with contextlib.ExitStack() as busy:
+        for _ in range(max(1, len(index._readers))):
+            busy.enter_context(index._read("something else"))
+        assert (index.lookup(space, keys).records["slot"] == NO_SLOT).all()
+        assert not index.path.exists()
+        new = open_index(index.path.parent)
+        assert new.namespace_id(NAMESPACE) == space
+        new.add_segment(space, (0,), GROUP, SLOTS, Stripe.TENSOR)
+        slots = slots_of(new.lease("me", space, 4, EVER))
+        assert new.publish("me", space, keys, new_records(slots)).all()
+        assert (index.lookup(space, keys).records["slot"] == NO_SLOT).all()
+    assert (index.lookup(space, keys).records == records).all()
+    new.close()
+
+
 def test_the_file_is_private(index: Index, space: int) -> None:
     stored(index, space, 1)
     for path in index.path.parent.iterdir():

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tutti_sglang.errors import StoreError
 from tutti_sglang.metrics import Metrics, process_metrics
 from tutti_sglang.store import schema
+from tutti_sglang.store.directory import identity
 from tutti_sglang.store.filesystem import look_at, refuse_network
 from tutti_sglang.units import format_size
 
@@ -61,6 +62,7 @@ class Database:
             self._writer = schema.open_database(path)
         except FAILURES as error:
             raise StoreError(f"The index {path} cannot be opened ({error})", _REMEDY) from error
+        self._file = identity(str(path.parent), path.name)
 
     def meta(self, name: str) -> str | None:
         """A setting of the store, None where it was never set."""
@@ -132,8 +134,7 @@ class Database:
             try:
                 connection = self._readers.pop()
             except IndexError:
-                connection = schema.connect(self.path, schema.READ_TIMEOUT)
-                connection.execute("pragma query_only = on")
+                connection = self._connect()
             try:
                 yield connection
             except BaseException:
@@ -143,6 +144,20 @@ class Database:
                 connection.close()
             else:
                 self._readers.append(connection)
+
+    def _connect(self) -> sqlite3.Connection:
+        """One more for reading. A file that took the place of a deleted one is the index of other segments: what it
+        says of slots is not so of those that are open here."""
+        if self._in_place():
+            connection = schema.connect(self.path, schema.READ_TIMEOUT)
+            connection.execute("pragma query_only = on")
+            if self._in_place():
+                return connection
+            connection.close()
+        raise sqlite3.OperationalError("it was deleted")
+
+    def _in_place(self) -> bool:
+        return identity(str(self.path.parent), self.path.name) == self._file
 
     @contextlib.contextmanager
     def _explained(self, operation: str) -> Iterator[None]:
