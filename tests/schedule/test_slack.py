@@ -1,10 +1,12 @@
 """The table predicts what was measured, says nothing of what was not, and is found again under its identity alone."""
 
 import random
+from collections import deque
 from pathlib import Path
 
 import pytest
 
+from tutti_sglang.schedule import slack
 from tutti_sglang.schedule.slack import SAMPLES, Curve, Table
 
 IDENTITY = {"model": "m", "device": "d", "tp": "1", "sglang": "0"}
@@ -138,3 +140,18 @@ def test_a_shape_counts_as_measured_when_it_was_seen_alone_and_beside_io() -> No
     assert table.measured(1024, 0)
     assert table.slack(1024, 0) == 0, "it was measured, and hides nothing"
     assert not table.measured(64, 0)
+
+
+def test_a_curve_can_be_asked_while_the_first_load_of_its_size_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    curve, asked = Curve(), []
+
+    class Slow(deque[tuple[float, float]]):
+        def append(self, load: tuple[float, float]) -> None:
+            asked.append(curve.expected(1 << 24))  # another thread, just now
+            super().append(load)
+
+    monkeypatch.setattr(slack, "deque", Slow)
+    curve.observe(1 << 20, 0.5)
+    curve.observe(1 << 24, 8.0)
+    assert asked == [0.0, pytest.approx(8.0)]
+    assert curve.expected(1 << 24) == 8.0

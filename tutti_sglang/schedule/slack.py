@@ -245,8 +245,9 @@ class Curve:
         if not (0 < nbytes < MOST_BYTES and 0 < seconds < math.inf):
             return
         octave = round(math.log2(nbytes))
-        samples = self._seen.setdefault(octave, deque(maxlen=LATEST))
+        samples = self._seen.get(octave) or deque(maxlen=LATEST)
         samples.append((nbytes, seconds))
+        self._seen[octave] = samples  # last: who asks meanwhile must find none that is empty
         self.count += 1
         _, now = _middle(list(samples))
         for other in [each for each in self._seen if each != octave]:
