@@ -121,10 +121,14 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the wheel has no
 
     def _worth(self, rid: str, tokens: int, lengths: list[int], places: Places) -> int:
         page = self.pools[PoolName.KV].view.page_size
-        if tokens:
-            before = max(0, (tokens - 1) // page - len(places)) * page  # the last token is always computed
-            self._tier.timing.announce(rid, before, tokens - before)
-        return self._tier.worth_loading(lengths, places, rid)
+        try:
+            if tokens:
+                before = max(0, (tokens - 1) // page - len(places)) * page  # the last token is always computed
+                self._tier.timing.announce(rid, before, tokens - before)
+            return self._tier.worth_loading(lengths, places, rid)
+        except Exception as error:  # noqa: BLE001 - all ranks compare the same requests: this one must not lack one
+            self._calls.report("break-even", error)
+            return lengths[-1] if lengths else 0
 
     def arriving(self, rid: str, tokens: int = 0) -> AbstractContextManager[None]:
         """While this context lasts, `lookup` of this request only notes what is to be read ahead: what is worth it for

@@ -60,6 +60,17 @@ def test_all_is_read_where_nothing_was_measured_and_where_it_is_switched_off(dis
     linker.close()
 
 
+def test_where_nothing_can_be_judged_all_is_read(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linker = stored(disk)
+    before = linker._metrics.value("tutti_call_errors", call="break-even")
+    monkeypatch.setattr(linker._tier.timing._judge, "_promise", lambda nbytes: 1 / 0)
+    request = Request(linker, "r", keys(PAGES), tokens=PAGES * PAGE + 5).arrive()
+    assert admitted(linker, "r")
+    assert request.lookup() == PAGES
+    assert linker._metrics.value("tutti_call_errors", call="break-even") == before + 1
+    linker.close()
+
+
 def test_what_is_read_ahead_is_measured(disk: Path) -> None:
     linker = stored(disk)
     judge = linker._tier.timing._judge
