@@ -166,3 +166,11 @@ def test_a_fleet_that_was_too_slow_is_tried_again_with_a_page(judge: Judge, cloc
     for _ in range(3):
         judge.received(NBYTES, NBYTES / FAST)
     assert _ask_far(judge, "c", here=4) == 16
+
+
+def test_an_answer_that_is_given_again_is_one_of_what_can_be_restored_now(judge: Judge) -> None:
+    _see(judge, FAST)
+    assert _ask(judge, "a") == 16
+    assert judge.pages("a", [4, 12, 20], PAGE, NBYTES) == 12
+    assert judge.pages("a", [20], PAGE, NBYTES) == 0
+    assert judge.pages("a", range(1, 21), PAGE, NBYTES) == 16

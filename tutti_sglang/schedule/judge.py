@@ -2,6 +2,7 @@
 
 import logging
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -86,7 +87,8 @@ class Judge:
             self._promise(lengths[-1] * page_bytes)
             return self._count(lengths, lengths[-1], "unmeasured")
         if asked.pages >= 0 and self._clock() < asked.until:
-            return min(asked.pages, lengths[-1])
+            fitting = bisect_right(lengths, asked.pages)  # some of what could be restored may be gone
+            return lengths[fitting - 1] if fitting else 0
         queued = self._queued()
         case = Case(lengths, page_tokens, page_bytes, asked.prefix, asked.new, queued, remote)
         decision = decide(case, self._costs())
