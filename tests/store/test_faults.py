@@ -1,9 +1,11 @@
 """Faults under the engine: errno, short, torn, late and hanging I/O, full and read-only disks. Neighbours are served,
 counters tell the kind, the drive leaves and returns."""
 
+import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,30 @@ def test_a_late_answer_touches_no_slot_that_is_used_again(disk: Path, monkeypatc
     assert eventually(lambda: not weather.stalled and not store._parts.staging.quarantined)
     assert get(store, ns, *range(200, 400), tensors=tensors) == kept
     assert not any(lookup(store, ns, *range(100, 108)))
+    close_good(store)
+
+
+def test_memory_that_a_drive_may_still_write_to_is_given_to_nobody_whatever_fails_then(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weather = Weather()
+    store, ns = filled(disk, weather)
+    weather.plan = hanging = FaultPlan({Fault.STALL: EVERY_BLOCK}, operations=READS)
+
+    @contextlib.contextmanager
+    def reading(*_: object) -> Iterator[None]:
+        yield
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store._parts.window, "reading", reading)
+        assert not any(store.get(ns, keys(*range(20)), Pages(20).rows, soon(0.3)))
+    assert weather.stalled
+    assert store._parts.staging.quarantined
+    hanging.gate.open()
+    weather.plan = None
+    assert eventually(lambda: not store._parts.staging.quarantined)
+    assert eventually(lambda: all(get(store, ns, *range(20))))
     close_good(store)
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_sglang.checksum import Sums
-from tutti_sglang.engine.batch import IoClass, Operation, Ticket
+from tutti_sglang.engine.batch import IoClass, Operation
 from tutti_sglang.engine.moving import Got, Moved, Read, State, abandon, read
-from tutti_sglang.errors import EngineError
 from tutti_sglang.geometry import Geometry
 from tutti_sglang.memory import PAGE, Addresses
 from tutti_sglang.store.ahead import Ahead, Lanes, ReadAhead
@@ -137,7 +136,7 @@ class Reader:
         now = ahead.begun.request if ahead else self._pack(request, lanes.addresses, lanes.step)
         now = now._replace(rows=request.rows, roots=self._roots(request), deadline=request.deadline)
         room = self.ahead.lanes(*self._shape(then)) if then and self.ahead.possible else None
-        begun, still_open = ahead and ahead.begun, dict[int, Ticket]()
+        begun = ahead and ahead.begun
         got: Got | None = None
         try:
             following = self._pack(then, room.addresses, room.step) if then and room else None
@@ -145,11 +144,8 @@ class Reader:
                 start = time.monotonic()
                 got = read(self._engine, now, begun, following)
                 self._observe("drive", start)
-            still_open = got.open
-        except EngineError:
-            still_open = abandon(self._engine, begun) if begun else {}
-            raise
-        finally:
+        finally:  # whatever was raised, and where: what drives may still write to is nobody else's
+            still_open = got.open if got else abandon(self._engine, begun) if begun else {}
             self.ahead.give_back(lanes, still_open)
             if then and room and got and got.begun:
                 self.ahead.keep(Ahead(then.name, got.begun, room, time.monotonic()))
