@@ -211,6 +211,19 @@ def test_nonsense_among_the_changes_costs_no_more_than_what_it_is_about(tmp_path
         each.close()
 
 
+@pytest.mark.parametrize("mark", ["1.5", "'1,2,3'", "x'312c32'", "'ä'", "-1e300"])
+def test_nonsense_among_the_marks_costs_its_object_alone(tmp_path: Path, mark: str) -> None:
+    other, space = filled(tmp_path)
+    keys, records = stored(other, space, 40)
+    slots = records["slot"].astype(np.int64)
+    other._writer.execute(f"update objects set mark = {mark} where slot = ?", (int(slots[0]),))
+    mirrored = open_mirrored(tmp_path)
+    assert (mirrored.locate(space, keys) == [NO_SLOT, *slots[1:]]).all()
+    assert (mirrored.lookup(space, keys).records[1:] == records[1:]).all()
+    mirrored.close()
+    other.close()
+
+
 def statements(index: Index) -> list[str]:
     """What the connections for readers are asked from now on."""
     asked: list[str] = []

@@ -34,7 +34,8 @@ _NEWS = f"select {NEWS}"
 _LAST = "select coalesce(max(id), 0) from changes"
 _OBJECTS = f"""
     select group_concat(mark), group_concat(slot) from
-    (select mark, slot from objects indexed by objects_by_mark where mark >= ? order by mark limit {_PIECE})
+    (select mark, slot from objects indexed by objects_by_mark where mark >= ? and typeof(mark) = 'integer'
+     order by mark limit {_PIECE})
 """
 
 
