@@ -155,3 +155,16 @@ def test_a_curve_can_be_asked_while_the_first_load_of_its_size_is_noted(monkeypa
     curve.observe(1 << 24, 8.0)
     assert asked == [0.0, pytest.approx(8.0)]
     assert curve.expected(1 << 24) == 8.0
+
+
+def test_two_threads_may_learn_at_once() -> None:
+    table = Table(IDENTITY)
+
+    class Shared(deque[tuple[int, float, float, bool]]):
+        def __bool__(self) -> bool:
+            return True  # there was one a moment ago, which the other thread has taken
+
+    table._noted = Shared()
+    table.note(64, 0, 0.5)
+    table.learn()
+    assert table.count == 1

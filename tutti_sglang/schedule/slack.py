@@ -5,6 +5,7 @@ tokens, what is linear in them (projections, MLP), attention. The three are fitt
 in cells of a half octave in n and p; in a cell that was measured, its median corrects the fit.
 """
 
+import contextlib
 import math
 from collections import deque
 from pathlib import Path
@@ -76,10 +77,11 @@ class Table:
         self._noted.append((new, prefix, seconds, beside))
 
     def learn(self) -> None:
-        """Take in what was noted."""
-        while self._noted:
-            new, prefix, seconds, beside = self._noted.popleft()
-            self.observe(new, prefix, seconds, beside=beside)
+        """Take in what was noted. More than one thread may be at it."""
+        with contextlib.suppress(IndexError):
+            while True:
+                new, prefix, seconds, beside = self._noted.popleft()
+                self.observe(new, prefix, seconds, beside=beside)
 
     def observe(self, new: int, prefix: float, seconds: float, *, beside: bool = False) -> None:
         """A prefill took so long, `beside` busy drives or alone (or who knows)."""
