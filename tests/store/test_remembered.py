@@ -165,5 +165,6 @@ def test_without_checksums_large_reads_are_not_copied_where_blocks_fit(
     assert all(lookup(store, ns, *range(20)))
     assert all(get(store, ns, *range(10), tensors=tensors))
     straight = size == "whole blocks" and native.library() is not None
-    assert [each.straight for each in asked] == [straight] * 2
+    assert len(asked) >= 2, "and once more after a commit beside it"
+    assert {each.straight for each in asked} == {straight}
     assert store.close()
